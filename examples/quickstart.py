@@ -133,6 +133,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait(timeout=30.0)
+            process.stdout.close()
     if status != 0:
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
         told = [line for line in lines if line.startswith("megatron_patches: error: ")]

@@ -13,9 +13,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -33,7 +33,7 @@ SEED = 1234
 GRPO_SEED = 2  # seed of the choice of prompts and of the samples
 VOCABULARY, END = 256, ord("\n")
 SHEET_LENGTH, LENGTH = 64, 16  # tokens per pretraining sequence, and per prompt with answer
-PRETRAINING = 500
+PRETRAINING = 250
 SAMPLES, PROMPTS = 8, 16
 SHAPE = {"layers": 2, "hidden": 128, "ffn": 384, "heads": 4}  # head size 32, the minimum of vLLM on CPUs
 
@@ -64,18 +64,18 @@ CONFIG = {
 
 
 class Engines:
-    """vLLM servers on this machine; all end with the context.
+    """vLLM servers on this machine.
 
     Attributes:
         urls: their base URLs.
     """
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, stack: ExitStack, pool: Executor) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
         write_byte_tokenizer(folder, END)
-        self._folder, self._stack = folder, ExitStack()
-        self._back: threading.Thread | None = None
-        self._servers = [self._start(f"vllm{at}.log") for at in range(number)]
+        self._folder, self._stack, self._pool = folder, stack, pool
+        self._starting: list[Future[RunningServer]] = []
+        self._servers = list(pool.map(self._start, [f"vllm{at}.log" for at in range(number)]))
         self.urls = [server.url for server in self._servers]
 
     def _start(self, log: str, port: int = 0) -> RunningServer:
@@ -89,31 +89,27 @@ class Engines:
         server = running_server(self._folder, "sums", "etp", arguments, variables, self._folder / log, port=port)
         return self._stack.enter_context(server)
 
-    def kill_last(self) -> None:
-        """Kill the last server as if its machine were lost, and start another one on its port in the background."""
-        lost = self._servers[-1]
+    def kill(self, url: str) -> None:
+        """Kill a server as if its machine were lost, and begin to start another one on its port."""
+        lost = next(server for server in self._servers if server.url == url)
         os.killpg(lost.process.pid, signal.SIGKILL)
         lost.process.wait(60.0)
-        port = int(lost.url.rpartition(":")[2])
-        self._back = threading.Thread(target=self._start, args=("vllm-back.log", port))
-        self._back.start()
+        self._starting.append(self._pool.submit(self._start, "vllm-back.log", int(url.rpartition(":")[2])))
 
-    def close(self) -> None:
-        """Stop all servers."""
-        if self._back is not None:
-            self._back.join()
-        self._stack.close()
+    def wait(self) -> None:
+        """Wait until the servers that were killed have started again; raises ServerError if one does not."""
+        for starting in self._starting:
+            starting.result()
 
 
 @contextmanager
 def engines(folder: Path, number: int) -> Iterator[Engines]:
     """Start servers; they end with the context."""
     folder.mkdir(exist_ok=True)
-    started = Engines(folder, number)
-    try:
+    with ExitStack() as stack, ThreadPoolExecutor(number) as pool:
+        started = Engines(folder, number, stack, pool)
         yield started
-    finally:
-        started.close()
+        started.wait()
 
 
 def pretrain(folder: Path, ranks: int, iterations: int, progress: Progress) -> None:
@@ -126,8 +122,8 @@ def pretrain(folder: Path, ranks: int, iterations: int, progress: Progress) -> N
     write(folder / "sheet", iter([sums.sheet(100_000, SEED)]))
     task = progress.add_task("read", total=iterations, note=f"starting {ranks} processes")
     flags = (
-        f"--seq-length {SHEET_LENGTH} --micro-batch-size {64 // ranks} --global-batch-size 64 --lr 5e-3 --min-lr 5e-4 "
-        f"--lr-decay-style cosine --lr-warmup-iters 10 --split 100,0,0 --data-path {folder / 'sheet'} "
+        f"--seq-length {SHEET_LENGTH} --micro-batch-size {64 // ranks} --global-batch-size 64 --lr 3e-3 --min-lr 3e-4 "
+        f"--lr-decay-style cosine --lr-warmup-iters 40 --split 100,0,0 --data-path {folder / 'sheet'} "
         f"--data-cache-path {folder / 'cache'} --save {folder / 'checkpoint'} --save-interval {iterations}"
     )
     for line in run(training(ranks, "examples/pretrain_gpt.py", iterations, flags), folder / "read.log"):
@@ -135,8 +131,15 @@ def pretrain(folder: Path, ranks: int, iterations: int, progress: Progress) -> N
             progress.update(task, advance=1, note=line.partition("lm loss: ")[2][:5])
 
 
+def push_checkpoint(folder: Path, url: str) -> None:
+    """Push the pretrained weights to a server."""
+    flags = f"--load {folder / 'checkpoint'} --engines {url}"
+    for _ in run(torchrun(1, "-m", "megatron_patches.refit", "push", *flags.split()), folder / "reference.log"):
+        pass
+
+
 def train(
-    folder: Path, urls: list[str], options: argparse.Namespace, progress: Progress, *, stale: bool
+    folder: Path, urls: Sequence[str], reference: str, options: argparse.Namespace, progress: Progress, *, stale: bool
 ) -> Iterator[Step]:
     """Train with GRPO from the checkpoint, and yield each step."""
     name = "stale" if stale else "grpo"
@@ -145,14 +148,16 @@ def train(
     batch = SAMPLES * PROMPTS
     task = progress.add_task(name, total=options.steps, note=f"starting {options.ranks} processes")
     flags = (
-        f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} --lr 1e-3 "
-        f"--min-lr 1e-4 --lr-decay-style linear --seed {GRPO_SEED} --calculate-per-token-loss "
+        f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} --lr 5e-4 "
+        f"--min-lr 1e-4 --lr-warmup-iters 4 --lr-decay-style linear --seed {GRPO_SEED} --calculate-per-token-loss "
         f"--dataloader-type external --finetune --load {folder / 'checkpoint'} "
         f"--grpo-prompts {folder / 'train.jsonl'} --grpo-samples {SAMPLES} "
         f"--grpo-held-out {folder / 'held_out.jsonl'} --grpo-tokens 6 --grpo-log {log} "
         f"--grpo-lag {int(options.asynchronous)} --refit-wait --refit-pause {options.pause} "
         f"--refit-interval {options.steps + 1 if stale else 1} --refit-engines {' '.join(urls)} {options.flags}"
     )
+    if reference:
+        flags += f" --grpo-reference {reference} --grpo-kl {options.kl}"
     reader = Reader(log)
     for line in run(training(options.ranks, "examples/grpo/train.py", options.steps, flags), folder / f"{name}.txt"):
         if "until it answers again" in line or "answers again, and takes part" in line:
@@ -181,8 +186,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stale", action="store_true", help="also train with pushes left out, to compare")
     parser.add_argument("--asynchronous", action="store_true", help="sample the next step while one is trained")
     parser.add_argument("--pause", choices=("wait", "keep"), default="wait", help="requests in flight end, or go on")
+    parser.add_argument("--kl", type=float, metavar="WEIGHT", help="weight of KL to the pretrained model; 0 shows it")
     parser.add_argument("--engines", type=int, default=1, help="servers (%(default)s)")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the last server then, and start another")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the last server then, and start it again")
     parser.add_argument("--flags", default="", help="further flags of train.py, such as '--grpo-clip 0.3'")
     options = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
@@ -209,14 +215,19 @@ def main() -> int:
         with Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console) as progress:
             pretrain(folder, options.ranks, PRETRAINING, progress)
             task = progress.add_task("vLLM", total=1, note="")
-            with engines(folder / "vllm", options.engines) as servers:
+            has_reference = options.kl is not None
+            with engines(folder / "vllm", options.engines + has_reference) as servers:
                 progress.update(task, completed=1)
+                urls, reference = servers.urls[: options.engines], "".join(servers.urls[options.engines :])
+                if reference:
+                    push_checkpoint(folder, reference)
                 for name, stale in (("GRPO", False), ("without pushes", True))[: 1 + options.stale]:
                     steps = runs.setdefault(name, [])
-                    for step in train(folder, servers.urls, options, progress, stale=stale):
+                    for step in train(folder, urls, reference, options, progress, stale=stale):
                         steps.append(step)
                         if step.number == options.kill_at and not stale:
-                            servers.kill_last()
+                            servers.kill(urls[-1])
+                            console.print(f"{urls[-1]} is killed, and starts again", highlight=False)
     except (QuickstartError, ServerError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 1

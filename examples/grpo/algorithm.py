@@ -47,12 +47,14 @@ class Losses:
     Attributes:
         loss: to be divided by the number of tokens of the whole batch and minimized.
         kl_engine: sum of the estimates of KL(engine || trainer).
+        kl_reference: sum of the estimates of KL(trainer || reference); 0 without a reference.
         clipped: number of tokens whose ratio was clipped.
         tokens: number of tokens.
     """
 
     loss: torch.Tensor
     kl_engine: torch.Tensor
+    kl_reference: torch.Tensor
     clipped: torch.Tensor
     tokens: torch.Tensor
 
@@ -78,15 +80,21 @@ def grpo_loss(
         reference: ``[batch, sequence]``, log-probabilities under the reference model; None for none.
         kl_coefficient: weight of KL(trainer || reference).
     """
-    # Where the mask is 0, log-probabilities may have any value; inf times 0 would be nan.
+    # Where the mask is 0, log-probabilities may be anything, and inf times 0 would be nan, in the gradient as well.
     counts = mask.bool()
-    difference = torch.where(counts, trainer - engine, 0.0)
-    ratio, gain = difference.exp(), advantage[:, None]
-    kept = ratio.clamp(1.0 - clip, 1.0 + clip)
-    loss = -torch.minimum(ratio * gain, kept * gain)
+    trainer, engine = torch.where(counts, trainer, 0.0), torch.where(counts, engine, 0.0)
+    ratio = (trainer - engine).exp()
+    unclipped = ratio * advantage[:, None]
+    clipped = ratio.clamp(1.0 - clip, 1.0 + clip) * advantage[:, None]
+    loss = -(torch.minimum(unclipped, clipped) * mask).sum()
+    kl_reference = torch.zeros_like(loss)
     if reference is not None:
-        loss = loss + kl_coefficient * torch.where(counts, kl_estimate(trainer, reference), 0.0)
-    with torch.no_grad():
-        kl_engine = (kl_estimate(engine, trainer).masked_fill(~counts, 0.0)).sum()
-        clipped = ((kept * gain < ratio * gain) & counts).sum()
-    return Losses((loss * mask).sum(), kl_engine, clipped, mask.sum())
+        kl_reference = kl_estimate(trainer, torch.where(counts, reference, 0.0)).sum()
+        loss = loss + kl_coefficient * kl_reference
+    return Losses(
+        loss=loss,
+        kl_engine=kl_estimate(engine, trainer.detach()).sum(),
+        kl_reference=kl_reference.detach(),
+        clipped=(clipped < unclipped).sum(),
+        tokens=mask.sum(),
+    )

@@ -36,6 +36,7 @@ class Answer:
         log_probabilities: those of ``token_ids`` under the engine's sampling distribution.
         text: the same as text, without the end-of-text token.
         versions: versions of the weights that generated it, oldest first; several if weights changed during generation.
+        engine: URL of the engine.
     """
 
     prompt_ids: list[int]
@@ -43,6 +44,7 @@ class Answer:
     log_probabilities: list[float]
     text: str
     versions: tuple[int, ...]
+    engine: str
 
 
 class Engine:
@@ -93,6 +95,7 @@ class Engine:
                 choice["logprobs"]["token_logprobs"],
                 choice["text"],
                 versions,
+                self.url,
             )
             for choice in answer["choices"]
         ]

@@ -28,17 +28,19 @@ class Step:
         number: from 0; the number of steps that the trainer's weights had been trained for.
         reward: mean over its samples.
         kl: estimate of KL(engine || trainer) before the step, in nats per token.
+        kl_reference: the same of KL(trainer || reference); None without a reference.
         held_out: accuracy on held-out prompts; None if it was not measured.
         seconds: time per phase.
-        versions: number of samples per weight version; a sample has several if weights changed during generation.
+        sources: number of samples per engine and versions; there are several if weights changed during generation.
     """
 
     number: int
     reward: float
     kl: float
+    kl_reference: float | None
     held_out: float | None
     seconds: dict[str, float]
-    versions: Counter[tuple[int, ...]]
+    sources: Counter[tuple[str, tuple[int, ...]]]
 
 
 class Reader:
@@ -65,14 +67,14 @@ class Reader:
         logged = self._logged.pop(number)
         seconds = {**logged["seconds"], "push": self._pushes.get(number + 1, 0.0)}
         seconds["train"] = float(fields["elapsed time per iteration (ms)"]) / 1000 - sum(seconds.values())
-        versions = Counter(tuple(sample["versions"]) for sample in logged["samples"])
         return Step(
-            number,
-            float(fields["reward"]),
-            float(fields["kl"]),
-            logged["held out"],
-            dict(sorted(seconds.items())),
-            versions,
+            number=number,
+            reward=float(fields["reward"]),
+            kl=float(fields["kl engine"]),
+            kl_reference=float(fields["kl reference"]) if "kl reference" in fields else None,
+            held_out=logged["held_out"],
+            seconds=seconds,
+            sources=Counter((sample["engine"], tuple(sample["versions"])) for sample in logged["samples"]),
         )
 
     def _new_entries(self) -> Iterator[dict[str, Any]]:
@@ -96,13 +98,18 @@ def table(steps: Sequence[Step], title: str) -> Table:
         found.add_row("accuracy on held-out prompts, first and last", f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
     kl = [step.kl for step in steps]
     found.add_row("KL(engine || trainer), median, largest, last", f"{median(kl):.1e}, {max(kl):.1e}, {kl[-1]:.1e}")
-    lags = Counter[str]()
+    if steps[-1].kl_reference is not None:
+        found.add_row("KL(trainer || reference), last", f"{steps[-1].kl_reference:.1e}")
+    lags, engines = Counter[str](), dict[str, Counter[int]]()
     for step in steps:
-        for versions, number in step.versions.items():
+        for (engine, versions), number in step.sources.items():
             lags[_lag(step.number, versions)] += number
+            engines.setdefault(engine, Counter())[versions[0]] += number
     total = sum(lags.values())
     for lag, number in sorted(lags.items()):
         found.add_row(f"samples written by {lag}", f"{number / total:.1%} of {total}")
+    for engine, numbers in sorted(engines.items()) if len(engines) > 1 else ():
+        found.add_row(f"samples from {engine}", f"{numbers.total() / total:.1%}, versions {_ranges(sorted(numbers))}")
     seconds = sum(sum(step.seconds.values()) for step in steps)
     for phase in PHASES:
         spent = sum(step.seconds[phase] for step in steps)
@@ -115,6 +122,13 @@ def _lag(step: int, versions: Sequence[int]) -> str:
         return "several versions"
     behind = step - versions[0]
     return {0: "the trainer's version", 1: "the version before"}.get(behind, "older versions")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: ``0 to 6, 31 to 60``."""
+    starts = [at for at in range(len(numbers)) if at == 0 or numbers[at] > numbers[at - 1] + 1]
+    ends = [at - 1 for at in [*starts[1:], len(numbers)]]
+    return ", ".join(f"{numbers[start]} to {numbers[end]}" for start, end in zip(starts, ends, strict=True))
 
 
 def plot(runs: Mapping[str, Sequence[Step]], file: Path) -> None:

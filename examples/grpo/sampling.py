@@ -117,8 +117,9 @@ class Sampler:
                 if engine.url in left_out:
                     continue
                 try:
+                    # vLLM gives the samples of a request the seeds from this one on; no two prompts share any.
                     answers = engine.sample(
-                        problem.prompt, size, self._most_tokens, seed=(seed + number) % 2**31, greedy=greedy
+                        problem.prompt, size, self._most_tokens, seed=seed + number * size, greedy=greedy
                     )
                     if answers[0].versions[0] < oldest:
                         raise EngineError(f"{engine.url} serves version {answers[0].versions[0]}, older than {oldest}")

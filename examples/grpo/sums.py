@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HELD_OUT = 6
-LAST_OF_LINE = 0.35  # probability that a sum ends its line
+LAST_OF_LINE = 0.25  # probability that a sum ends its line
 _NUMBERS = range(1, 7)
 
 Sum = tuple[int, int]

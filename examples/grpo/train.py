@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--grpo-tokens", type=int, default=16, metavar="N", help="tokens of the longest answer")
     group.add_argument("--grpo-reward", default="examples.grpo.reward:exact_number", metavar="MODULE:FUNCTION")
     group.add_argument("--grpo-clip", type=float, default=0.2, help="how far ratios of probabilities may move from 1")
-    group.add_argument("--grpo-kl", type=float, default=0.0, help="weight of KL(trainer || reference)")
     group.add_argument("--grpo-reference", metavar="URL", help="an engine of the reference, which is not pushed to")
+    group.add_argument("--grpo-kl", type=float, default=0.0, help="weight of KL(trainer || reference) in the loss")
     group.add_argument("--grpo-lag", type=int, choices=(0, 1), default=0, help="1 samples the next step while training")
     group.add_argument("--grpo-log", type=Path, metavar="FILE", help="where each step's samples are written, as JSON")
     return parser
@@ -90,16 +90,16 @@ def check(args: argparse.Namespace) -> None:
         raise GrpoError(f"--context-parallel-size is {args.context_parallel_size}; samples are not split, so give 1")
     if args.virtual_pipeline_model_parallel_size:
         raise GrpoError("a virtual pipeline would ask for samples once per chunk; leave it out")
-    if (args.grpo_kl > 0) != (args.grpo_reference is not None):
-        raise GrpoError(
-            "--grpo-kl and --grpo-reference go together: the weight of a term, and the engine it comes from"
-        )
+    if args.grpo_kl < 0:
+        raise GrpoError(f"--grpo-kl is {args.grpo_kl:g}; a penalty has a weight of 0 or more")
+    if args.grpo_kl and args.grpo_reference is None:
+        raise GrpoError(f"--grpo-kl is {args.grpo_kl:g}; give --grpo-reference, the engine of the reference")
     if not args.refit_wait and args.grpo_lag == 0:
         raise GrpoError("without --refit-wait the engines may answer with the version before; add it, or --grpo-lag 1")
 
 
-class Asking:
-    """The first rank's part: samples each step, and logs the samples."""
+class Rollouts:
+    """Samples each step from the engines, and logs the samples; only on the first rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         credentials = push_flags.credentials_from(args, "refit-")
@@ -112,53 +112,58 @@ class Asking:
         self._ahead = ThreadPoolExecutor(1, "grpo-ahead")
         self._next: Future[list[Group]] | None = None
 
-    def groups(self, step: int) -> list[Group]:
+    def step(self, step: int) -> list[Group]:
         """Scored answers of a step, grouped by prompt."""
         args, started = self._args, time.monotonic()
         accuracy = None
         if self._held_out and (step % args.grpo_held_out_interval == 0 or step + 1 == args.train_iters):
-            accuracy = self._sampler.accuracy(self._held_out, self._oldest(step))
-        asked = time.monotonic()
+            accuracy = self._sampler.accuracy(self._held_out, self._last_push(step))
+        evaluated = time.monotonic()
         groups = self._sample(step) if self._next is None else self._next.result()
+        seconds = {"evaluate": evaluated - started, "sample": time.monotonic() - evaluated}
         self._next = None
         if args.grpo_lag and step + 1 < args.train_iters:
             self._next = self._ahead.submit(self._sample, step + 1)
+        for group in groups:
+            check_length(group, args.seq_length)
         if args.grpo_log:
-            self._write(step, groups, accuracy, {"evaluate": asked - started, "sample": time.monotonic() - asked})
+            entry = {"step": step, "held_out": accuracy, "seconds": seconds, "samples": logged(groups)}
+            with args.grpo_log.open("a", encoding="utf-8") as file:
+                print(json.dumps(entry), file=file)
         return groups
 
     def _sample(self, step: int) -> list[Group]:
         args = self._args
         prompts = args.global_batch_size // args.grpo_samples
-        return self._sampler.step(
-            self._problems, prompts, args.grpo_samples, step, self._oldest(max(0, step - args.grpo_lag))
-        )
+        oldest = self._last_push(max(0, step - args.grpo_lag))
+        return self._sampler.step(self._problems, prompts, args.grpo_samples, step, oldest)
 
-    def _oldest(self, step: int) -> int:
-        """The last version pushed before a step, which must have generated its answers."""
+    def _last_push(self, step: int) -> int:
+        """The last version pushed before a step."""
         return step - step % self._args.refit_interval
 
-    def _write(self, step: int, groups: list[Group], accuracy: float | None, seconds: dict[str, float]) -> None:
-        samples = [
-            {
-                "prompt": sample.problem.prompt,
-                "answer": sample.answer.text,
-                "reward": sample.reward,
-                "versions": sample.answer.versions,
-            }
-            for group in groups
-            for sample in group
-        ]
-        with self._args.grpo_log.open("a", encoding="utf-8") as file:
-            print(json.dumps({"step": step, "held out": accuracy, "seconds": seconds, "samples": samples}), file=file)
+
+def logged(groups: list[Group]) -> list[dict[str, Any]]:
+    """What ``--grpo-log`` keeps of each sample."""
+    return [
+        {
+            "prompt": sample.problem.prompt,
+            "answer": sample.answer.text,
+            "reward": sample.reward,
+            "engine": sample.answer.engine,
+            "versions": sample.answer.versions,
+        }
+        for group in groups
+        for sample in group
+    ]
 
 
-class Rollouts:
-    """Provides this rank's microbatches; the first rank samples for all ranks."""
+class Microbatches:
+    """Provides this rank's part of each step's samples, which the first rank broadcasts."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._asking = Asking(args) if dist.get_rank() == 0 else None
+        self._rollouts = Rollouts(args) if dist.get_rank() == 0 else None
         self._left: list[Batch] = []
 
     def __iter__(self) -> Iterator[Batch]:
@@ -166,24 +171,22 @@ class Rollouts:
 
     def __next__(self) -> Batch:
         if not self._left:
-            groups = self._groups(int(self._args.curr_iteration))
+            groups = self._broadcast(int(self._args.curr_iteration))
             rewards = torch.tensor([[sample.reward for sample in group] for group in groups])
-            gains = advantages(rewards).flatten().tolist()
             samples = [sample for group in groups for sample in group]
-            mine = slice(mpu.get_data_parallel_rank(), None, mpu.get_data_parallel_world_size())
+            scored = list(zip(samples, advantages(rewards).flatten().tolist(), strict=True))
+            mine = scored[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+            rows = [row(sample, advantage, self._args.seq_length) for sample, advantage in mine]
             size = self._args.micro_batch_size
-            rows = [row(sample, gain, self._args) for sample, gain in zip(samples[mine], gains[mine], strict=True)]
             self._left = [torch.utils.data.default_collate(rows[at : at + size]) for at in range(0, len(rows), size)]
         return self._left.pop(0)
 
-    def _groups(self, step: int) -> list[Group]:
-        """The first rank's answers; if it failed, all ranks end."""
+    def _broadcast(self, step: int) -> list[Group]:
+        """The first rank's samples; if it failed, all ranks end."""
         found: list[Any] = [None]
-        if self._asking is not None:
+        if self._rollouts is not None:
             try:
-                found = [self._asking.groups(step)]
-                for group in found[0]:
-                    check_length(group, self._args.seq_length)
+                found = [self._rollouts.step(step)]
             except GrpoError as error:
                 found = [str(error)]
         dist.broadcast_object_list(found, src=0)
@@ -208,9 +211,9 @@ def check_length(group: Group, length: int) -> None:
             )
 
 
-def row(sample: Sample, gain: float, args: argparse.Namespace) -> Batch:
-    """One sample as tensors ``[sequence]``: each position predicts its label, the next token."""
-    answer, length = sample.answer, args.seq_length
+def row(sample: Sample, advantage: float, length: int) -> Batch:
+    """One sample as tensors ``[length]``: each position predicts its label, the next token."""
+    answer = sample.answer
     tokens = torch.zeros(length + 1, dtype=torch.long)
     known = answer.prompt_ids + answer.token_ids
     tokens[: len(known)] = torch.tensor(known)
@@ -227,7 +230,7 @@ def row(sample: Sample, gain: float, args: argparse.Namespace) -> Batch:
         "mask": mask,
         "engine": engine,
         "reference": reference,
-        "advantage": torch.tensor(gain),
+        "advantage": torch.tensor(advantage),
         "reward": torch.tensor(sample.reward),
     }
 
@@ -253,9 +256,11 @@ def loss_function(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, tor
     log = {
         "grpo loss": torch.stack([found.loss.detach(), found.tokens]),
         "reward": torch.stack([rewards.sum(), torch.ones_like(rewards).sum()]),
-        "kl": torch.stack([found.kl_engine, found.tokens]),
+        "kl engine": torch.stack([found.kl_engine, found.tokens]),
         "clipped": torch.stack([found.clipped.to(found.tokens.dtype), found.tokens]),
     }
+    if args.grpo_reference:
+        log["kl reference"] = torch.stack([found.kl_reference, found.tokens])
     return found.loss, found.tokens.to(torch.int), log
 
 
@@ -272,14 +277,14 @@ def main() -> None:
     """Train as specified on the command line."""
     args = parse_and_validate_args(add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
 
-    def build_rollouts(*_: Any) -> tuple[Rollouts, None, None]:
-        return Rollouts(args), None, None
+    def build_data(*_: Any) -> tuple[Microbatches, None, None]:
+        return Microbatches(args), None, None
 
-    build_rollouts.is_distributed = True  # type: ignore[attr-defined]  # every rank gets its own samples
+    build_data.is_distributed = True  # type: ignore[attr-defined]  # every rank gets its own samples
     try:
         check(args)
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        pretrain(config, build_rollouts, ModelType.encoder_or_decoder, forward_step)
+        pretrain(config, build_data, ModelType.encoder_or_decoder, forward_step)
     except (GrpoError, RefitError) as error:
         exit_with(" ".join(str(error).split()), args.rank)
     if dist.is_initialized():

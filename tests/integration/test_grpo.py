@@ -5,31 +5,39 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.grpo import sums
-from examples.grpo.__main__ import LENGTH, MODEL, SEED, engines
+from examples.grpo.__main__ import LENGTH, MODEL, SEED, engines, push_checkpoint
+from examples.grpo.engines import Engine
+from megatron_patches.refit.credentials import Credentials
+from tests.integration.grpo_rewards import RESTARTED_LOG, SCORED_BEFORE_FAILURE
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.multiproc,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.timeout(900),
+    pytest.mark.xdist_group("grpo"),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
+REWARDS = "tests.integration.grpo_rewards"
 STEPS = 40
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         check=False,
@@ -41,59 +49,164 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def steps_of(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
+@dataclass(frozen=True)
+class Step:
+    """One line of ``--grpo-log``."""
+
+    step: int
+    samples: list[dict[str, Any]]
+
+    @property
+    def reward(self) -> float:
+        return sum(sample["reward"] for sample in self.samples) / len(self.samples)
+
+    @property
+    def versions(self) -> set[int]:
+        return {version for sample in self.samples for version in sample["versions"]}
+
+    @property
+    def engines(self) -> set[str]:
+        return {sample["engine"] for sample in self.samples}
 
 
-def rewards(step: dict[str, Any]) -> float:
-    return sum(sample["reward"] for sample in step["samples"]) / len(step["samples"])
+def steps_of(log: Path) -> list[Step]:
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == list(range(len(entries)))
+    return [Step(entry["step"], entry["samples"]) for entry in entries]
 
 
-def test_reward_rises_with_pushes_and_without_them_it_does_not(tmp_path: Path) -> None:
-    done = run("-m", "examples.grpo", "--output", str(tmp_path), "--steps", str(STEPS), "--ranks", "2", "--stale")
+def final_reward(steps: Sequence[Step]) -> float:
+    return sum(step.reward for step in steps[-5:]) / 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of these tests write; the first one to run pretrains."""
+    return tmp_path_factory.mktemp("grpo")
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> str:
+    """What ``make grpo`` prints, with pushes and then without."""
+    done = run("-m", "examples.grpo", "--output", str(folder), "--steps", str(STEPS), "--ranks", "2", "--stale")
     assert done.returncode == 0, done.stdout + done.stderr
-    with_pushes, without = steps_of(tmp_path / "grpo.jsonl"), steps_of(tmp_path / "stale.jsonl")
-    assert [step["step"] for step in with_pushes] == list(range(STEPS))
-    first, last = rewards(with_pushes[0]), sum(map(rewards, with_pushes[-5:])) / 5
-    assert first < 0.45  # pretraining ends a little differently on each kind of processor
-    assert last > 0.8
-    assert sum(map(rewards, without[-5:])) / 5 < 0.5
+    return done.stdout
+
+
+def test_reward_rises_with_pushes_and_without_them_it_does_not(folder: Path, printed: str) -> None:
+    with_pushes, without = steps_of(folder / "grpo.jsonl"), steps_of(folder / "stale.jsonl")
+    assert (len(with_pushes), len(without)) == (STEPS, STEPS)
+    assert with_pushes[0].reward < 0.4
+    assert final_reward(with_pushes) > 0.8
+    assert final_reward(without) < 0.4
     # Every sample says who wrote it: the weights that it then trains.
-    for step in with_pushes:
-        assert {tuple(sample["versions"]) for sample in step["samples"]} == {(step["step"],)}
-    assert {tuple(sample["versions"]) for step in without for sample in step["samples"]} == {(0,)}
-    assert (tmp_path / "grpo.png").stat().st_size > 10_000
+    assert [step.versions for step in with_pushes] == [{step} for step in range(STEPS)]
+    assert [step.versions for step in without] == [{0}] * STEPS
+    assert (folder / "grpo.png").stat().st_size > 10_000
     grown, rounding = (
         float(line.split("\u2502")[-2].split(",")[1])
-        for line in reversed(done.stdout.splitlines())
+        for line in reversed(printed.splitlines())
         if "median, largest, last" in line
     )
     assert rounding < 1e-5
     assert grown > 1e-2
 
 
+@pytest.mark.usefixtures("printed")  # it has pretrained
+def test_sampling_ahead_from_two_servers_outlives_one_which_is_restarted_and_serves_later_versions(
+    folder: Path,
+) -> None:
+    steps, killed_at = 28, 4
+    done = run(
+        *("-m", "examples.grpo", "--output", str(folder), "--steps", str(steps), "--ranks", "2"),
+        *("--asynchronous", "--pause", "keep", "--engines", "2", "--kill-at", str(killed_at)),
+        *("--flags", f"--grpo-reward {REWARDS}:waits_for_server"),
+        **{RESTARTED_LOG: str(folder / "vllm" / "vllm-back.log")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (killed,) = re.findall(r"(\S+) is killed, and starts again", done.stdout)
+    logged = steps_of(folder / "grpo.jsonl")
+    assert len(logged) == steps
+    both = logged[0].engines
+    assert len(both) == 2
+    assert killed in both
+    # Requests in flight go on with new weights, so a sample may have two versions.
+    for step in logged:
+        assert step.versions <= {max(step.step - 1, 0), step.step}
+    alone = [step.step for step in logged if step.engines == both - {killed}]
+    rejoined = [step.step for step in logged if step.step > max(alone) and killed in step.engines]
+    assert killed_at < min(alone)
+    assert rejoined == list(range(max(alone) + 1, steps))
+    assert len(rejoined) >= 3
+    pushed = re.findall(r"refit: version (\d+) sent, .* served ", (folder / "grpo.txt").read_text())
+    assert list(map(int, pushed)) == list(range(steps + 1))
+    assert final_reward(logged) > logged[0].reward + 0.2
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Two servers: one to train with, one for the reference."""
+
+    url: str
+    reference: str
+
+    def version(self) -> int:
+        """The version with which the first one answers."""
+        (answer,) = Engine(self.url, 60.0, Credentials()).sample("\n1+1=", 1, 1, seed=0)
+        (version,) = answer.versions
+        return version
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with engines(tmp_path_factory.mktemp("grpo") / "vllm", 1) as started:
-        yield started.urls[0]
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with engines(tmp_path_factory.mktemp("servers") / "vllm", 2) as started:
+        yield Servers(*started.urls)
 
 
-def failing(folder: Path, url: Sequence[str], *more: str, prompt: str = "\n1+1=") -> str:
+def train(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    flags = (
+        f"{MODEL} --seq-length {LENGTH} --micro-batch-size {8 // ranks} --global-batch-size 8 --lr 1e-3 "
+        f"--train-iters 2 --dataloader-type external --calculate-per-token-loss --refit-wait --refit-timeout 120 "
+        f"--grpo-tokens 6 --grpo-prompts {prompts}"
+    )
+    engine = ["--refit-engines", *url] if url else []
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatron_patches")
+    return run(*launcher, "examples/grpo/train.py", *flags.split(), *engine, *more)
+
+
+@pytest.mark.usefixtures("printed")  # it has pretrained
+def test_weight_of_kl_counts_in_the_loss_and_keeps_the_model_near_its_reference(folder: Path, servers: Servers) -> None:
+    push_checkpoint(folder, servers.reference)
+    found, weights = {}, (0.0, 2.0)
+    for weight in weights:
+        log = folder / f"kl_{weight}.jsonl"
+        more = (
+            f"--finetune --load {folder / 'checkpoint'} --train-iters 10 --micro-batch-size 64 --global-batch-size 64 "
+            f"--lr 3e-4 --lr-decay-style constant --grpo-log {log} "
+            f"--grpo-reference {servers.reference} --grpo-kl {weight}"
+        )
+        done = train(folder / "train.jsonl", [servers.url], *more.split())
+        assert done.returncode == 0, done.stdout + done.stderr
+        # Another thread may print before the end of a line.
+        values = re.findall(r"grpo loss: (\S+) .*?kl reference: (\S+) ", done.stdout, re.DOTALL)
+        found[weight] = ([(float(loss), float(kl)) for loss, kl in values], steps_of(log))
+    (free, sampled_free), (held, sampled_held) = found.values()
+    assert len(free) == len(held) == 10
+    # Both begin at the reference, where the term and its gradient are zero: the second steps only differ in the term.
+    answers = [[sample["answer"] for sample in steps[1].samples] for steps in (sampled_free, sampled_held)]
+    assert answers[0] == answers[1]
+    assert max(free[0][1], held[0][1]) < 1e-6
+    assert free[1][1] > 1e-4
+    assert held[1][1] == pytest.approx(free[1][1], rel=1e-2)
+    assert held[1][0] - free[1][0] == pytest.approx(weights[1] * held[1][1], rel=0.05)
+    assert sum(kl for _, kl in held[-3:]) < 0.8 * sum(kl for _, kl in free[-3:])
+
+
+def failing(folder: Path, url: Sequence[str], *more: str, prompt: str = "\n1+1=", ranks: int = 1) -> str:
     """The line with which a training ends that must not go on."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": prompt, "answer": "2"}))
-    flags = (
-        f"{MODEL} --seq-length {LENGTH} --micro-batch-size 8 --global-batch-size 8 --lr 1e-3 --train-iters 2 "
-        f"--dataloader-type external --refit-wait --refit-timeout 120 --grpo-tokens 6 --grpo-prompts {prompts}"
-    )
-    engine = ["--refit-engines", *url] if url else []
-    done = run(
-        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "megatron_patches"],
-        "examples/grpo/train.py",
-        *flags.split(),
-        *engine,
-        *more,
-    )
+    done = train(prompts, url, *more, ranks=ranks)
     assert done.returncode != 0
     lines = [line.removeprefix("megatron_patches: ") for line in done.stderr.splitlines()]
     (told,) = [line for line in lines if line.startswith("error: ")]
@@ -102,23 +215,32 @@ def failing(folder: Path, url: Sequence[str], *more: str, prompt: str = "\n1+1="
 
 def test_a_training_without_an_engine_does_not_begin(tmp_path: Path) -> None:
     assert failing(tmp_path, []) == "no engine to ask: give --refit-engines"
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    told = failing(tmp_path, [nobody], ranks=2)
+    assert nobody in told
+    assert "Connection refused" in told
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "message", "pushed"),
     [
-        ({"prompt": "1+1=" * 20}, "refused a request with 400: "),
-        ({"more": ["--grpo-reward", "operator:truediv"]}, "the reward raised TypeError: "),
-        ({"more": ["--num-attention-heads", "2"]}, "num_attention_heads"),
-        ({"more": ["--seq-length", "8"]}, "--seq-length is 8, which takes 9; make it longer"),
+        ({"prompt": "1+1=" * 20}, "refused a request with 400: ", 0),
+        ({"more": ["--num-attention-heads", "2"]}, "num_attention_heads", 0),
+        ({"more": ["--seq-length", "8"]}, "--seq-length is 8, which takes 9; make it longer", 0),
+        (
+            {"more": ["--grpo-reward", f"{REWARDS}:fails_in_second_step"], "ranks": 2},
+            f"the reward raised RuntimeError: answer {SCORED_BEFORE_FAILURE}",
+            1,
+        ),
     ],
 )
-def test_what_cannot_go_well_ends_the_training_with_one_line_and_the_server_goes_on(
-    tmp_path: Path, server: str, how: dict[str, Any], message: str
+def test_what_cannot_go_well_ends_the_training_with_one_line_and_the_server_has_the_last_push(
+    tmp_path: Path, servers: Servers, how: dict[str, Any], message: str, pushed: int
 ) -> None:
-    more = how.pop("more", [])
-    assert message in failing(tmp_path, [server], *more, **how)
-    # The next of these tests finds it well.
+    more, before = how.pop("more", []), servers.version()
+    assert message in failing(tmp_path, [servers.url], *more, **how)
+    assert servers.version() == (pushed or before)
 
 
 def test_the_problems_are_sums_and_the_sheet_has_them_all() -> None:

@@ -21,6 +21,7 @@ VARIANTS = (
     r"test_live_faults.py::test_a_process_that_dies_ends_the_push_with_its_reason\[(engine-preparing|server-sending)\]",
     r"test_live_faults.py::test_a_process_that_hangs_for_a_while_leaves_old_or_new_weights\[(worker|engine)-",
     r"test_engine_loss.py::test_a_training_outlives_its_engine_and_takes_it_back_or_ends_with_a_checkpoint",
+    r"test_grpo.py::test_weight_of_kl_counts_in_the_loss",
     r"test_long_run.py::",
     r"test_refit_meshes.py::test_engine_agrees_with_trainers_of_all_meshes",
     r"test_benchmark_vllm.py::",

@@ -40,8 +40,10 @@ def _case(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def _written_out(case: dict[str, torch.Tensor], clip: float, coefficient: float) -> tuple[float, float, int, int]:
-    loss, kl, clipped, tokens = 0.0, 0.0, 0, 0
+def _written_out(
+    case: dict[str, torch.Tensor], clip: float, coefficient: float
+) -> tuple[float, float, float, int, int]:
+    loss, kl, kl_reference, clipped, tokens = 0.0, 0.0, 0.0, 0, 0
     for row, gain in enumerate(case["advantage"].double().tolist()):
         for at in range(case["mask"].shape[1]):
             if case["mask"][row, at] == 0:
@@ -50,11 +52,11 @@ def _written_out(case: dict[str, torch.Tensor], clip: float, coefficient: float)
             ratio = math.exp(mine - drawn)
             kept = min(max(ratio, 1.0 - clip), 1.0 + clip)
             loss -= min(ratio * gain, kept * gain)
-            loss += coefficient * (math.exp(near - mine) - 1.0 - (near - mine))
+            kl_reference += math.exp(near - mine) - 1.0 - (near - mine)
             kl += math.exp(mine - drawn) - 1.0 - (mine - drawn)
             clipped += ratio * gain > kept * gain
             tokens += 1
-    return loss, kl, clipped, tokens
+    return loss + coefficient * kl_reference, kl, kl_reference, clipped, tokens
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
@@ -62,9 +64,10 @@ def _written_out(case: dict[str, torch.Tensor], clip: float, coefficient: float)
 def test_loss_is_the_formula(coefficient: float, dtype: torch.dtype, tolerance: float) -> None:
     case = _case(dtype)
     found = grpo_loss(**case, clip=0.2, kl_coefficient=coefficient)
-    loss, kl, clipped, tokens = _written_out(case, 0.2, coefficient)
+    loss, kl, kl_reference, clipped, tokens = _written_out(case, 0.2, coefficient)
     assert found.loss.item() == pytest.approx(loss, rel=tolerance, abs=tolerance)
     assert found.kl_engine.item() == pytest.approx(kl, rel=tolerance)
+    assert found.kl_reference.item() == pytest.approx(kl_reference, rel=tolerance)
     assert (found.clipped.item(), found.tokens.item()) == (clipped, tokens)
     assert 0 < clipped < tokens
 
@@ -87,14 +90,16 @@ def test_gradient_on_policy_is_that_of_the_policy_gradient() -> None:
     assert torch.equal(case["trainer"].grad, -case["advantage"][:, None] * case["mask"])
 
 
-def test_what_the_mask_leaves_out_may_be_anything() -> None:
+@pytest.mark.parametrize("left_out", [("engine", -torch.inf), ("trainer", -1e4), ("reference", torch.nan)])
+def test_what_the_mask_leaves_out_may_be_anything(left_out: tuple[str, float]) -> None:
+    name, value = left_out
     case = _case(torch.float64)
     expected = grpo_loss(**case, clip=0.2, kl_coefficient=0.1)
     expected.loss.backward()
     gradient = case["trainer"].grad.clone()
     outside = case["mask"] == 0
-    changed = {**case, "engine": case["engine"].masked_fill(outside, -torch.inf)}
-    changed["trainer"] = case["trainer"].detach().clone().requires_grad_()
+    changed = {**case, name: case[name].detach().masked_fill(outside, value)}
+    changed["trainer"] = changed["trainer"].detach().clone().requires_grad_()
     found = grpo_loss(**changed, clip=0.2, kl_coefficient=0.1)
     found.loss.backward()
     assert (found.loss.item(), found.kl_engine.item()) == (expected.loss.item(), expected.kl_engine.item())

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from examples.grpo.report import Reader, Step, plot, table
+from examples.grpo.report import PHASES, Reader, Step, plot, table
 
 PUSH = "refit: version {} sent, 0.56 MB in 0.030 s (19 MB/s), served 0.020 s later"
 ITERATION = (
     " [2026-11-25 02:03:23.9] iteration {:8d}/       3 | elapsed time per iteration (ms): 500.0 | "
     "learning rate: 1.000000E-03 | global batch size:   128 | grpo loss: -1.000000E-02 | reward: {:.6E} | "
-    "kl: {:.6E} | clipped: 0.000000E+00 | loss scale: 1.0 | grad norm: 0.9 |"
+    "kl engine: {:.6E} | kl reference: 2.500000E-02 | clipped: 0.000000E+00 | loss scale: 1.0 | grad norm: 0.9 |"
 )
 
 
 def entry(step: int, versions: list[list[int]], held_out: float | None) -> dict[str, Any]:
-    samples = [{"versions": found} for found in versions]
-    return {"step": step, "held out": held_out, "seconds": {"evaluate": 0.05, "sample": 0.2}, "samples": samples}
+    samples = [{"engine": f"http://{at % 2}", "versions": found} for at, found in enumerate(versions)]
+    return {"step": step, "held_out": held_out, "seconds": {"evaluate": 0.05, "sample": 0.2}, "samples": samples}
 
 
 def read(folder: Path) -> list[Step]:
@@ -45,7 +45,10 @@ def test_steps_are_read_from_what_is_printed_and_logged(tmp_path: Path) -> None:
         (2, 0.5, 1e-7, 0.9),
     ]
     assert steps[1].seconds == pytest.approx({"evaluate": 0.05, "sample": 0.2, "push": 0.05, "train": 0.2})
-    assert steps[1].versions == Counter({(1,): 2, (0,): 1, (0, 1): 1})
+    assert steps[1].sources == Counter(
+        {("http://0", (1,)): 1, ("http://1", (1,)): 1, ("http://0", (0,)): 1, ("http://1", (0, 1)): 1}
+    )
+    assert {step.kl_reference for step in steps} == {0.025}
 
 
 def test_steps_that_are_logged_before_the_one_that_is_read_are_not_lost(tmp_path: Path) -> None:
@@ -67,6 +70,21 @@ def test_table_sums_up(tmp_path: Path) -> None:
     assert found["samples written by the version before"] == "8.3% of 12"
     assert found["samples written by several versions"] == "8.3% of 12"
     assert found["seconds per step to push"] == "0.050, 10% of all"
+    assert found["KL(trainer || reference), last"] == "2.5e-02"
+    assert found["samples from http://0"] == "50.0%, versions 0 to 2"
+
+
+def test_table_shows_which_versions_each_engine_served() -> None:
+    console = Console(record=True, width=120)
+    sources = [("http://0", number) for number in range(9)] + [("http://1", number) for number in (0, 1, 5, 7, 8)]
+    steps = [
+        Step(number, 0.5, 0.0, None, None, dict.fromkeys(PHASES, 0.1), Counter({(engine, (number,)): 4}))
+        for engine, number in sources
+    ]
+    console.print(table(steps, "title"))
+    text = console.export_text()
+    assert "64.3%, versions 0 to 8 " in text
+    assert "35.7%, versions 0 to 1, 5 to 5, 7 to 8 " in text
 
 
 def test_plot_is_drawn(tmp_path: Path) -> None:

@@ -92,7 +92,8 @@ def test_samples_are_scored_and_carry_the_version_that_wrote_them() -> None:
     asked = fake.asked[0]
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["min_p"]) == (1.0, 1.0, 0, 0.0)
     assert (asked["n"], asked["max_tokens"], asked["repetition_penalty"]) == (8, 5, 1)
-    assert len({asked["seed"] for asked in fake.asked}) == 4
+    # vLLM counts up from the request's seed, one for each of its samples.
+    assert len({asked["seed"] + sample for asked in fake.asked for sample in range(8)}) == 4 * 8
 
 
 def test_a_step_asks_the_same_whenever_it_is_taken_and_another_step_something_else() -> None:
