@@ -73,7 +73,7 @@ class Gathers:
 
         Args:
             group: the group whose weights a layer needs.
-            format_: what the layer needs them in; None for as they are stored.
+            format_: the format in which the layer needs them; None: as they are stored.
             transposed: in a format, whether the layer reads columns.
 
         Returns:

@@ -55,7 +55,8 @@ def _uncompiled(
 ) -> Any:
     """``__torch_function__`` of a shard, hidden from dynamo.
 
-    Compiled, it would call ``func`` on the shard itself without end, and dynamo's streams are not the transports'.
+    If compiled, it would call ``func`` on the shard itself without end. Dynamo's streams are not those of the
+    transports.
     """
     return cls.__torch_function__(func, types, args, kwargs)
 
@@ -69,7 +70,7 @@ class ETPShardedParam(Shard):
 
     is_distributed_weight = True
     _format: WeightFormat | None = None
-    """In which Transformer Engine's last forward pass asked for it."""
+    """The format in which Transformer Engine's last forward pass asked for the weight; None: as it is stored."""
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:

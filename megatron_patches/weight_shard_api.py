@@ -108,7 +108,7 @@ class WeightShardApi:
         The recipe of FP8 or FP4 decides how shards are aligned; Transformer Engine passes it at each forward pass.
 
         Raises:
-            UnsupportedConfigurationError: for recipes of FP8 in which weights cannot be gathered.
+            UnsupportedConfigurationError: for FP8 recipes in which weights cannot be gathered.
         """
         if fp8 and fp8_recipe not in FP8_RECIPES:
             raise UnsupportedConfigurationError(
@@ -161,7 +161,7 @@ class WeightShardApi:
         shard.attach(self._unannounced_runtime(group), f"{type(module).__name__}.{name}")
 
     def _unannounced_runtime(self, group: dist.ProcessGroup) -> EtpRuntime:
-        """Drives weights of models that are never passed to classify_chains; finishes with each backward pass.
+        """The runtime of models that are never passed to classify_chains; it finishes with each backward pass.
 
         There is one per shard group: its ranks have built and visited the same weights, so they prefetch the same ones.
         Ranks that also have models over other groups would not.

@@ -21,7 +21,7 @@ s - 1.
 
 [Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. A place's ARRIVED flags are raised again only
 after its PLACE_FREE flags were received, and vice versa. ARRIVED is raised with a number that identifies the weight:
-ranks that reduce different weights do not add one to the other, but wait until their timeout. (Gathers go by addresses
+ranks that reduce different weights do not add one to the other, but wait until their timeout. (Gathers read by address
 and need no common order. An all-reduce of other code over the group is preceded by an empty reduction, with a number
 that identifies what it combines.) READERS_DONE and PUBLISHED alternate: between raising one of them twice, a rank
 receives the other from all peers. Between two calls, only the flags of free places are raised. A reduction is on one
@@ -88,9 +88,9 @@ class _Ring:
     """Symmetric memory that is divided into places, which are used in turn.
 
     Attributes:
-        what: is in it, for messages.
+        what: name of its content in messages.
         buffer: the memory; None before the first use.
-        uses: how many there were.
+        uses: how often a place has been used so far.
     """
 
     what: str
@@ -108,8 +108,8 @@ class _Staged:
 
     Attributes:
         buffer: the ring's memory.
-        number: of the place in it.
-        shards: in the place.
+        number: index of the place in the ring.
+        shards: the shards, stored in the place.
         copies: the gather's copies.
     """
 

@@ -44,8 +44,8 @@ class _Answer:
     """The result of an exchange.
 
     Attributes:
-        words: ``[ranks, 2]`` int64 on the host: a digest, and how many collectives it is of.
-        arrived: an event after which they have arrived; None if they have.
+        words: ``[ranks, 2]`` int64 on the host: each rank's digest, and the number of collectives that it covers.
+        arrived: an event after which the words have arrived; None if they have already.
         names: of this rank's latest collectives.
         count: number of this rank's collectives.
     """
@@ -62,7 +62,7 @@ class CollectiveOrder:
     Args:
         group: the ranks that compare their orders.
         device: where the group's backend needs its tensors.
-        timeout_s: seconds to wait for peers; None takes the process group's own timeout.
+        timeout_s: seconds to wait for peers; None uses the process group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float | None) -> None:
