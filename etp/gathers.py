@@ -40,7 +40,7 @@ class Gathers:
         modes: whether work is being captured into a CUDA graph, and the slots that gathers land in.
         weights: versions of the shards.
         passes: which pass visits belong to.
-        hooks: told of each trained group that is visited.
+        hooks: notified of each trained group that is visited.
         groups: the runtime's own list of groups, shared so that later additions are seen.
     """
 

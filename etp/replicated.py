@@ -36,7 +36,7 @@ class ReplicatedGrads:
         routes: records, pairs and watches each all-reduce.
         modes: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
             which delivers them again at every replay.
-        passes: told that a backward pass is under way, at each collected gradient.
+        passes: notified, at each collected gradient, that a backward pass is under way.
     """
 
     def __init__(self, config: EtpConfig, routes: Routes, modes: Modes, passes: Passes) -> None:

@@ -94,7 +94,11 @@ class MegatronShardedParam(ETPShardedParam):
 def shard_parameter(
     param: torch.nn.Parameter, group: dist.ProcessGroup, pad_for_alignment: int, fqn: str
 ) -> MegatronShardedParam:
-    """Cut this rank's shard from a full (TP-local) Megatron parameter and keep the attributes that Megatron set."""
+    """Cut this rank's shard from a full (TP-local) Megatron parameter and keep the attributes that Megatron set.
+
+    Raises:
+        ValueError: naming the parameter, if it cannot be sharded.
+    """
     try:
         shard = MegatronShardedParam.from_full(param, group, pad_for_alignment)
     except ValueError as error:

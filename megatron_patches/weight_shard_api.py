@@ -136,6 +136,12 @@ class WeightShardApi:
     ) -> None:
         """Shard the full weights of a layer that was just built, in place.
 
+        Args:
+            module: the layer.
+            weight_names: names of its parameters to shard; those that it lacks, and shards, are skipped.
+            group: the shard group; with one rank, nothing is changed.
+            is_grouped: whether the weights are experts, which are gathered together.
+
         Raises:
             ValueError: if it is a Transformer Engine layer whose sharded form would be wrong, for example because its
                 weight gradients are delayed.

@@ -1,4 +1,4 @@
-"""Transport by peer copies inside one NVLink domain: shards move without kernels on the SMs.
+"""Transport by peer copies between the GPUs of one host: shards move without kernels on the SMs.
 
 [Note: publication] Every rank keeps a copy of its shards in an arena that all peers map. The copy is updated when
 weights change (:meth:`CopyEngineTransport.publish`), between two exchanges of signals: after all peers have finished
@@ -396,7 +396,7 @@ class CopyEngineTransport(Transport):
     # Reducing ------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
-        """See :class:`etp.collectives.base.Transport`. Sums in fp32 whatever the gradients' dtype."""
+        """See :class:`etp.collectives.base.Transport`. Sums in at least fp32 whatever the gradients' dtype."""
         size = wgrads.nbytes // self._size * len(wgrads)
         ring, place, number = self._place_for(self._ring, _aligned((self._size - 1) * size))
         stream, purpose = self._stream(), _purpose(label)

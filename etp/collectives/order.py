@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 ORDER_LABEL = "exchange of the order of collectives"
 """Name of the exchange in messages."""
 
-# Collectives that are compared, the latest ones: more than any pass has, and a bound if no pass ever ends.
+# Most collectives that are compared, the latest ones: more than any pass has, and a bound if no pass ever ends.
 _MOST_COLLECTIVES = 2**20
 # Of these, the names kept for the message.
 _MOST_NAMES = 4096

@@ -39,7 +39,7 @@ class WeightFormat(ABC):
     dtype: ClassVar[torch.dtype] = torch.uint8
     """Dtype of the elements that gathers move."""
     apart: ClassVar[bool] = False
-    """Whether rows and columns are gathered apart; see [Note: apart]."""
+    """Whether rows and columns are gathered separately; see [Note: apart]."""
 
     @abstractmethod
     def quantization(
@@ -95,7 +95,7 @@ class Quantization(ABC):
         Args:
             index: the group's place among those of the quantization.
             gathered: the buffers of the gather.
-            columns: whether columns are gathered rather than rows; only where they are apart.
+            columns: whether columns are gathered rather than rows; only where the two are quantized apart.
         """
         del columns
         return ((gathered, self.copies[index]),)
@@ -115,7 +115,7 @@ class Quantization(ABC):
     def assemble(
         self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
     ) -> list[torch.Tensor]:
-        """The weights of group ``index`` as Transformer Engine's quantized tensors.
+        """The weights of group ``index`` as Transformer Engine's quantized tensors, of logical shape.
 
         Args:
             index: the group's place among those of the quantization.
