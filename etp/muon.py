@@ -212,7 +212,7 @@ class _Update:
         grad, momentum, decay = self._rows(self.grad), self._rows(self.momentum), self.options.momentum
         momentum.lerp_(grad, 1 - decay)
         update = grad.lerp(momentum, decay) if self.options.nesterov else momentum
-        # The iteration would convert it to bf16 anyway. A copy of the momentum, because the iteration works in place.
+        # The iteration would convert it to bf16 anyway. It works in place, so momentum itself is copied.
         return update.to(torch.bfloat16, copy=not self.options.nesterov)
 
     def apply(self, update: torch.Tensor) -> None:

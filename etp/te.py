@@ -146,7 +146,7 @@ def active_format(name: str) -> WeightFormat | None:
 def too_old_for(format_: type[ApartFormat]) -> str:
     """Why this process's GPU cannot multiply in the format; empty if it can, or if there is none.
 
-    Transformer Engine's own quantization reports this badly: for MXFP8 it writes nothing, for NVFP4 it is a CUDA error.
+    Transformer Engine's own quantization does not say so: for MXFP8 it writes nothing, for NVFP4 it is a CUDA error.
     """
     if not torch.cuda.is_available() or (found := torch.cuda.get_device_capability()) >= format_.capability:
         return ""

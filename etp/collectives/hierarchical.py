@@ -77,7 +77,7 @@ def obstacle_to_two_steps(group: dist.ProcessGroup, hosts: Sequence[str]) -> str
 
 
 class HierarchicalTransport(C10dTransport):
-    """See the module's docstring. Other collectives, and all of them in a CUDA graph, run over the whole group.
+    """See the module's docstring. Only gathers and reductions take two steps, and none does in a CUDA graph.
 
     Args:
         group: the shard group, whose ranks are numbered host by host.

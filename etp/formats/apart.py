@@ -163,7 +163,7 @@ class ApartQuantization(Quantization):
             parts = self.within(index, gathered, columns=transposed)
             data, scales = self.finished(parts, self.format.parts(shape, columns=transposed), columns=transposed)
             found = [self.tensor(shape, dtype, each, columns=transposed) for each in trained], data, scales
-            # Made once for each slot, because many take a millisecond; not if they would keep memory besides the
+            # Kept with the slot, because making many takes a millisecond; not if that would hold memory besides the
             # slot's.
             if all(_shares(part[0], gathered[0]) for part in (data, scales)):
                 made[key] = found

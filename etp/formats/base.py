@@ -8,10 +8,10 @@ remain the parameters: optimizers, checkpoints and gradients do not depend on fo
 *measures* its shards of all weights, one collective exchanges the numbers of all weights, and every rank *casts* with
 what all ranks now know. A gather then moves only bytes.
 
-[Note: apart] A GEMM reads a weight by rows in the forward pass and by columns in the backward pass. If blocks that
-share a scale are square, or the whole weight, columns are derived from gathered rows. If such a block is a piece of a
-row, or of a column, the two are quantized *apart*, that is separately: both are published, and a gather moves the one
-that its visit reads.
+[Note: apart] A GEMM reads a weight by rows in the forward pass and by columns in the backward pass. In FP8 with a scale
+per square block or per weight, columns are derived from gathered rows. In MXFP8 and NVFP4, a block may be a piece of a
+row, or of a column, and the two are quantized *apart* (separately): both are published, and a gather moves the one that
+its visit reads.
 """
 
 from __future__ import annotations
