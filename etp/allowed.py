@@ -42,7 +42,7 @@ _COPIES = (
     "bool byte char cpu cuda xpu pin_memory conj resolve_conj resolve_neg real"
 )
 
-# Elements in the same order; and narrow, for code that knows the cut.
+# Views with the elements in the same order; and narrow, for code that knows how the weight is cut.
 _VIEWS = "view view_as reshape reshape_as flatten ravel expand expand_as repeat narrow squeeze"
 
 _LIKE = (

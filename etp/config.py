@@ -15,7 +15,7 @@ class TransportName(StrEnum):
     C10D = "c10d"
     """``torch.distributed`` collectives: NCCL on CUDA, gloo on CPU."""
     COPY_ENGINE = "copy_engine"
-    """Peer copies from symmetric memory inside one NVLink domain; CUDA only."""
+    """Peer copies from symmetric memory between the GPUs of one host, which need peer access (NVLink)."""
     HIERARCHICAL = "hierarchical"
     """For groups that span hosts: ``c10d`` between hosts, and within each host what ``auto`` selects there."""
 

@@ -1,4 +1,4 @@
-"""Checks that ranks hold equal values of parameters of equal names, because a checkpoint keeps one entry per name."""
+"""Checks that ranks hold equal values of equally named parameters, because a checkpoint keeps one entry per name."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ _DETACH = frozenset({torch.detach, torch.Tensor.detach})
 _REACHES_NODE = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as})
 
 
-# Functions whose result may have other rows than the shard.
+# Functions whose result may have different rows from the shard's.
 _RESHAPES = named_functions("view view_as reshape reshape_as flatten ravel", torch, torch.Tensor)
 
 
 class _OfShard(WithCut):
-    """A tensor with a reference to a shard. Its copies record only which shard, because a shard cannot be copied."""
+    """A tensor with a reference to a shard. Copies only record which shard it was, because a shard cannot be copied."""
 
     _source: Shard
 
@@ -76,7 +76,7 @@ class ShardDerived(_OfShard):
         return mark_result(func, result, derived[0]._source, operands) if derived else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it was computed from; no values, because one rank's tell little."""
+        """What it was computed from; no values, because one rank's say little."""
         return f"a tensor computed from {self._source!r}"
 
 
@@ -99,7 +99,12 @@ class ShardData(_OfShard):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raise TypeError for random initialisers. Copies record which shard they are; other results are plain."""
+        """Refuse random initialisers and use as a weight. Copies record which shard they are; other results are plain.
+
+        Raises:
+            TypeError: for a random initialiser.
+            EtpStateError: for use as a weight, and in forward passes for what needs the whole weight.
+        """
         kwargs = kwargs or {}
         if any(kind is not cls for kind in types):
             return NotImplemented

@@ -1,4 +1,4 @@
-"""Runs backward passes that have a shard among their arguments like those that do not.
+"""Runs ``backward`` and ``torch.autograd.grad`` when a shard is among their arguments.
 
 ``backward(inputs=...)`` and ``torch.autograd.grad`` dispatch to a shard's ``__torch_function__``. If they were called
 there with ``__torch_function__`` turned off, it would stay off for the whole backward pass, and a recomputed layer
@@ -28,12 +28,12 @@ _GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
 
 
 def run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` without tensors that have a ``__torch_function__``.
+    """Call ``func`` without tensors that have a ``__torch_function__``, and return its result.
 
     Args:
         func: one of :data:`RUNS_BACKWARD`.
         args: as ``__torch_function__`` gets them.
-        kwargs: the same.
+        kwargs: as ``__torch_function__`` gets them.
     """
     call = {**dict(zip(_POSITIONAL[func], args, strict=False)), **kwargs}
     for name in (_POSITIONAL[func][0], *_GRADIENTS):
@@ -54,7 +54,7 @@ def run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def is_asked_for(error: RuntimeError) -> bool:
-    """Whether autograd cannot tell if it executes a leaf's node, because ``torch.autograd.grad`` returns its result."""
+    """Whether autograd raised ``error`` about a leaf because ``torch.autograd.grad`` returns that leaf's gradient."""
     return "autograd.grad" in str(error)
 
 

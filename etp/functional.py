@@ -248,7 +248,7 @@ class _Unrecorded:
 
 
 def _recording(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """How to call ``function``: only its forward if autograd records nothing, which ``etp/passes.py`` relies on."""
+    """``function.apply``, or only its forward if autograd records nothing, which ``etp/passes.py`` relies on."""
     return function.apply if torch.is_grad_enabled() else partial(function.forward, _Unrecorded())
 
 

@@ -40,7 +40,7 @@ class Gathers:
         modes: whether work is being captured into a CUDA graph, and the slots that gathers land in.
         weights: versions of the shards.
         passes: which pass visits belong to.
-        hooks: told of each trained group that is visited.
+        hooks: notified of each trained group that is visited.
         groups: the runtime's own list of groups, shared so that later additions are seen.
     """
 
@@ -73,7 +73,7 @@ class Gathers:
 
         Args:
             group: the group whose weights a layer needs.
-            format_: what the layer needs them in; None for as they are stored.
+            format_: the format in which the layer needs them; None: as they are stored.
             transposed: in a format, whether the layer reads columns.
 
         Returns:

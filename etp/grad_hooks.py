@@ -1,4 +1,4 @@
-"""What autograd says of shards in a backward pass: which get a gradient, what it brings itself, when uses have ended.
+"""Tracks what autograd reports about shards: which get a gradient, what it delivers itself, when all uses have ended.
 
 [Note: once a backward] A weight can be used several times in one backward pass. Only autograd knows whether another use
 is still to come: it visits the shard's own node once all uses in its graph have been differentiated, even if they all
@@ -52,7 +52,8 @@ class GradHooks:
         used_further: groups with a reduction in this pass whose last use autograd has not reported yet.
         owed: groups and shards whose hooks run when the pass ends, by ``id``, because tensors do not compare to a bool.
         behind_autograd: handles of shards whose hooks run when autograd has accumulated their gradient, by ``id``.
-        brought: ``id`` of the shard whose gradient autograd itself brings and accumulates next; None if there is none.
+        brought: ``id`` of the shard whose gradient autograd itself delivers and accumulates next; None if there is
+            none.
     """
 
     def __init__(self, config: EtpConfig, modes: Modes, pending: Collection[PendingReduction]) -> None:
@@ -107,15 +108,16 @@ class GradHooks:
         return own
 
     def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Adjust the gradient that autograd itself brings to ``shard``; see [Note: gradients beside uses].
+        """Adjust the gradient that autograd itself delivers to ``shard``; see [Note: gradients beside uses].
 
         Args:
             shard: the shard; all its uses in the graph are differentiated.
-            grad: what autograd itself brings, or None.
+            grad: what autograd itself delivers, or None.
 
         Returns:
             the gradient for autograd to add, in new memory: a replay would overwrite what a graphed callable returns.
-            None leaves ``grad`` as it is: a placeholder, or returned by the capture of a part and not computed yet.
+            None leaves ``grad`` as it is: it is a placeholder, or the capture of a part returned it and a replay will
+            compute it.
         """
         self.brought = None if grad is None else id(shard)
         is_placeholder = shard._placeholder_due
@@ -135,10 +137,10 @@ class GradHooks:
         return own
 
     def _times(self, shard: Any) -> int:
-        """Factor for a gradient that autograd brings to ``shard``: 1 if it was scaled or reduced already.
+        """Factor for a gradient that autograd delivers to ``shard``: 1 if it was scaled or reduced already.
 
         Raises:
-            EtpStateError: if only a part of it may have been.
+            EtpStateError: if only a part of it may have been scaled or reduced.
         """
         is_right, shard.term_counted = shard.term_counted, False
         unseen, shard.used_by_function = shard.used_by_function is not None, None

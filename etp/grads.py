@@ -95,7 +95,7 @@ class WgradPool:
         return stack if list(map(_ADDRESS, tensors[1:])) == list(map(_ADDRESS, stack.tensors[1:])) else None
 
     def restore(self, buffer: torch.Tensor) -> None:
-        """Take a block back by its first tensor; its stream may write it from now on."""
+        """Take a block back by its first tensor, for its stream to write; EtpStateError if it is not lent out."""
         block = self._lent.pop(buffer.data_ptr(), None)
         if block is None:
             raise EtpStateError(

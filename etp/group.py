@@ -39,7 +39,7 @@ class Reading:
 
     Attributes:
         group: whose weights are read.
-        columns: whether columns are gathered rather than rows, in a format that has them apart.
+        columns: whether columns are gathered rather than rows, in a format that quantizes them separately.
     """
 
     __slots__ = ("columns", "group")
@@ -100,7 +100,7 @@ class WeightGroup:
         self._cache: BufferCache | None = None
         self._slots: dict[BufferCache, Slot] = {}
         self.rows, self.columns = Reading(self, columns=False), Reading(self, columns=True)
-        """What visits read of it. Columns are visited only in a format that has them apart."""
+        """What visits read of it. Columns are visited only in a format that quantizes them separately."""
         self._ready: Ready | None = None
         self._generation = -1
         self._gathered_columns = False
@@ -204,7 +204,7 @@ class WeightGroup:
     def sources(self) -> Stack:
         """What gathers read: this rank's shards, or their quantized copies.
 
-        In a format that has rows and columns apart, the data of the rows.
+        In a format that quantizes rows and columns separately, the data of the rows.
 
         Raises:
             EtpStateError: if the group has a format and its shards were never quantized.

@@ -1,4 +1,4 @@
-"""Gives each sharded matrix whole to one rank of its group, and that rank's result back to the shards.
+"""Sends each sharded matrix, whole, to one rank of its group, and that rank's result back to the shards.
 
 Optimizers such as Muon compute on whole matrices. Each matrix of a shard group is computed by one of its ranks, its
 owner: an all-to-all carries every rank's rows to the owners, another the rows of the results back. So a matrix crosses
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from etp.collectives.works import WorkLine, free_bytes, reported
 from etp.layout import ShardLayout
 
-# Elements of whole matrices that a rank has at a time, unless one matrix is larger: 64 MiB of bf16, with which a
-# collective runs at full speed.
+# Most elements of whole matrices that a rank holds at a time, unless one matrix is larger: 64 MiB of bf16, enough for a
+# collective to run at full speed.
 _ROUND_NUMEL = 1 << 25
 
 
@@ -37,7 +37,7 @@ class MatrixPlan:
 
     @classmethod
     def balanced(cls, layouts: Sequence[ShardLayout], round_numel: int = _ROUND_NUMEL) -> Self:
-        """Spread matrices so that all ranks have about the same work of orthogonalization.
+        """Spread matrices so that all ranks have about the same orthogonalization work.
 
         Matrices go to the rank with the least work so far, the most expensive ones first.
 
@@ -48,7 +48,7 @@ class MatrixPlan:
         size = layouts[0].num_shards
         work = [0] * size
         rounds: list[list[list[int]]] = []
-        # For each rank, the elements in its last round, and which one that is.
+        # For each rank, the elements in its last round, and the index of that round.
         filled, last = [0] * size, [-1] * size
         for index in sorted(range(len(layouts)), key=lambda index: (-_cost(layouts[index]), index)):
             owner = work.index(min(work))
@@ -78,7 +78,7 @@ class GroupMatrices:
     """Computes on whole matrices of shard groups.
 
     Args:
-        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
+        timeout_s: seconds to wait for a collective; None uses the process group's timeout.
         watch: called with the group and a description of each collective once it is enqueued.
     """
 

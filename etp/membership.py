@@ -1,7 +1,7 @@
 """Checks, at each forward pass of a sharded module, that it still consists of the parameters that were sharded.
 
-A parameter that is added or replaced later is in no runtime: its gradient would not be combined over the ranks, which
-would drift apart without an error. The check costs a few comparisons of addresses per submodule.
+A parameter that is added or replaced later is in no runtime: its gradient would not be combined over the ranks, whose
+copies would silently drift apart. The check costs a few comparisons of addresses per submodule.
 """
 
 from __future__ import annotations

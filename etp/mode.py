@@ -30,7 +30,7 @@ from etp.group import WeightGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mode:
-    """What work is done in: eager mode, or one capture.
+    """The mode in which work runs: eager, or one capture.
 
     Attributes:
         cache: its gather slots.
@@ -70,7 +70,7 @@ class Modes:
 
     Attributes:
         now: the current mode. Only :meth:`update` and :meth:`begin_step` assign it.
-        parts: who is told of changes, in this order, before they happen; the first may refuse one by raising.
+        parts: the parts to notify of a change, in this order, before it happens; the first may refuse it by raising.
         possible: whether work can be captured at all.
         drained_after_parts: whether everything started in a captured part is finished at its end
             (:meth:`etp.EtpRuntime.drain`). Only then do forward passes of captured parts prefetch.

@@ -1,9 +1,9 @@
 """Sharded layers to build a model from: Linear, LayerNormLinear, GroupedLinear.
 
 With Transformer Engine and CUDA, constructing one of these returns TE's own module with sharded weights; otherwise the
-plain PyTorch implementation below, which is the reference and has the same signature and results. Construction is
-collective: all ranks take the weights drawn by the first rank of the group. A layer combines gradients of its own
-parameters only: pass a model that has others to :func:`etp.shard_module`, or the ranks' copies of them drift apart.
+plain PyTorch implementation below, which is the reference and has the same signature. Construction is collective: all
+ranks take the weights drawn by the first rank of the group. A layer combines gradients of its own parameters only: pass
+a model that has others to :func:`etp.shard_module`, or the ranks' copies of them drift apart.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Linear(_ShardedModule):
 
     Args:
         in_features: size of the last dimension of the input.
-        out_features: size of the last dimension of the output; need not divide by the group's size.
+        out_features: size of the last dimension of the output; need not be a multiple of the group's size.
         bias: whether there is a (replicated) bias.
         etp_group: the ranks to shard over.
         params_dtype: dtype of the parameters; torch's default if None.

@@ -29,15 +29,16 @@ class Muon(torch.optim.Optimizer):
         optimizer = etp.Muon(matrices, lr=2e-2)
 
     Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) replaces the momentum of a
-    matrix by the nearest orthogonal one, which takes the whole matrix. Each rank keeps its rows of the momentum. In a
-    step, each matrix's momentum is gathered, in bf16, by one rank of the shard group, which runs the Newton-Schulz
+    matrix by the nearest orthogonal one, which requires the whole matrix. Each rank keeps its rows of the momentum. In
+    a step, each matrix's momentum is gathered, in bf16, by one rank of the shard group, which runs the Newton-Schulz
     iteration of ``torch.optim.Muon`` on it, and sends each rank the update of its rows. Matrices are spread so that all
     ranks have about the same work. Given equal gradients, weights and momentum are bitwise those of
     ``torch.optim.Muon`` on the unsharded model. There are two exceptions for bf16 weights: with ``nesterov=False`` this
-    optimizer does not overwrite their momentum, and CPUs round their update by where in memory an element lies.
+    optimizer does not overwrite their momentum, and on CPUs the rounding of their update depends on where in memory an
+    element lies.
 
-    Weights of three dimensions, in which ``etp.shard_module`` has found stacked experts, are a matrix for each expert,
-    orthogonalized by the rank that holds it. Parameters that are not sharded are stepped on every rank.
+    A weight of three dimensions, in which ``etp.shard_module`` has found stacked experts, is one matrix per expert.
+    Each is orthogonalized by the rank that holds it. Parameters that are not sharded are stepped on every rank.
 
     Args:
         params: parameters or groups of them, in the same order on all ranks: matrices of hidden layers. Give
@@ -54,11 +55,11 @@ class Muon(torch.optim.Optimizer):
             are those of the whole matrix.
 
     Raises:
-        ValueError: for arguments out of range, and parameters that are no matrices.
+        ValueError: for arguments out of range, and parameters that are not matrices.
     """
 
     steps_whole_matrices = True
-    """Tells ``etp/optimizers.py``, which refuses optimizers by their name, that this one knows shards."""
+    """Tells ``etp/optimizers.py``, which refuses optimizers by their name, that this one supports shards."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - the arguments of torch.optim.Muon
         self,
@@ -198,7 +199,7 @@ class _Update:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.param.layout.shape if isinstance(self.param, ETPShardedParam) else tuple(self.param.shape)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,11 +208,11 @@ class _Update:
         return tensor[: self.param.layout.logical_rows(self.param.group_rank)]
 
     def advance_momentum(self) -> torch.Tensor:
-        """Add the gradient to the momentum. Returns what is to be orthogonalized, newly allocated, in bf16."""
+        """Add the gradient to the momentum. Returns this rank's rows of what to orthogonalize, new, in bf16."""
         grad, momentum, decay = self._rows(self.grad), self._rows(self.momentum), self.options.momentum
         momentum.lerp_(grad, 1 - decay)
         update = grad.lerp(momentum, decay) if self.options.nesterov else momentum
-        # What the iteration would begin with; a copy, because it works in place.
+        # The iteration would convert it to bf16 anyway. It works in place, so momentum itself is copied.
         return update.to(torch.bfloat16, copy=not self.options.nesterov)
 
     def apply(self, update: torch.Tensor) -> None:
@@ -284,7 +285,7 @@ class MatrixExchanges:
         self._latest: dict[dist.ProcessGroup, MatrixExchange] = {}
 
     def of(self, shards: Sequence[ETPShardedParam]) -> MatrixExchange:
-        """The exchange of these shards, all of one process group. Collective if the latest was of others."""
+        """The exchange of these shards, all of one process group. Collective if the latest one was of other shards."""
         group = shards[0].group
         found = self._latest.get(group)
         if found is None or not found.is_of(shards):

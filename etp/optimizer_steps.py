@@ -1,4 +1,4 @@
-"""Calls back before or after every step of any ``torch.optim`` optimizer, for as long as the callback's owner lives."""
+"""Runs callbacks before or after every step of any ``torch.optim`` optimizer, as long as the callback's owner lives."""
 
 from __future__ import annotations
 

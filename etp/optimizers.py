@@ -1,4 +1,4 @@
-"""Refuses to step optimizers that would silently not train a sharded module, or damage it."""
+"""Refuses steps of optimizers that would silently fail to train a sharded module, or corrupt it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_WHOLE_MATRICES = (
     *("LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "GaLoreAdamW"),
 )
 
-# By name, because importing ZeroRedundancyOptimizer takes long and warns, and others come from other packages.
+# By name, because importing ZeroRedundancyOptimizer is slow and warns, and others come from other packages.
 _REFUSED = {
     **dict.fromkeys(_OF_WHOLE_MATRICES, _WHOLE_MATRICES),
     "LBFGS": "computes dot products over all parameters, each rank over its own shards, so the ranks would take "
@@ -64,8 +64,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         EtpStateError: if a parameter is a full weight whose module has a shard of it now.
-        TypeError: if it has shards and combines, or exchanges, whole parameters, unless it says by an attribute
-            ``steps_whole_matrices`` that it knows shards, as :class:`etp.Muon` does.
+        TypeError: if it has shards and combines, or exchanges, whole parameters, unless its attribute
+            ``steps_whole_matrices`` says that it supports shards, as that of :class:`etp.Muon` does.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:

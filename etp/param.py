@@ -55,7 +55,8 @@ def _uncompiled(
 ) -> Any:
     """``__torch_function__`` of a shard, hidden from dynamo.
 
-    Compiled, it would call ``func`` on the shard itself without end, and dynamo's streams are not the transports'.
+    If compiled, it would call ``func`` on the shard itself without end. Dynamo's streams are not those of the
+    transports.
     """
     return cls.__torch_function__(func, types, args, kwargs)
 
@@ -69,7 +70,7 @@ class ETPShardedParam(Shard):
 
     is_distributed_weight = True
     _format: WeightFormat | None = None
-    """In which Transformer Engine's last forward pass asked for it."""
+    """The format in which Transformer Engine's last forward pass asked for the weight; None: as it is stored."""
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
@@ -100,7 +101,7 @@ class ETPShardedParam(Shard):
             return ShardData.of(self._data, self)
 
     def materialize(self) -> list[torch.Tensor]:
-        """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
+        """The full weights of this parameter's group, of logical shape, valid until the next gather of that shape."""
         return self.driver.gathers.visit(self.weight_group)
 
     def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -158,9 +159,10 @@ class ETPShardedParam(Shard):
         return self.driver.reductions.take(self.weight_group, wgrads)
 
     def grad_buffer(self) -> torch.Tensor:
-        """A buffer of the full weight's shape for the weight-gradient GEMM, which fuses the accumulation into it.
+        """A buffer of the full weight's shape for a weight-gradient GEMM that fuses the accumulation.
 
-        Transformer Engine then passes autograd a tensor with arbitrary content as the gradient.
+        Its dtype is that of ``main_grad`` if there is one, else that of the shard. Transformer Engine then passes
+        autograd a tensor with arbitrary content as the gradient.
         """
         self._placeholder_due = True
         main_grad: torch.Tensor | None = getattr(self, "main_grad", None)

@@ -103,7 +103,7 @@ class PassSequence[K]:
         self._current: list[K] = []
 
     def begin_iteration(self) -> None:
-        """The next pass is the first of an iteration."""
+        """Record that the next pass is the first of an iteration."""
         if self._current:
             self._former, self._current = self._current, []
 
@@ -166,7 +166,7 @@ class Passes:
 
     Attributes:
         chain: the order of visits, in forward and in backward passes.
-        collectors: who collects gradients.
+        collectors: the parts of the runtime that collect gradients.
         number: unique number of the latest pass.
         in_backward: whether the latest pass is a backward pass, in progress or finished.
     """

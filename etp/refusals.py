@@ -1,4 +1,4 @@
-"""Messages for the functions that a shard refuses, and a base class that checkpoints cannot plan to save."""
+"""Messages for functions that a shard refuses, and a base class of tensors that distributed checkpoints cannot save."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ The ranks of a shard group see different data, so gradients of replicated parame
 those of shards. A tensor hook collects each incoming gradient and gives autograd zeros instead. At the end of the
 backward pass the combined gradients are added to ``grad``, so that earlier gradients there are not reduced twice.
 
-[Note: hooks of users] The user's own hooks must see the gradient rather than those zeros, so ours must run last: each
-forward pass registers it again if others came after it. If a parameter has a hook that came later still, or one that
-runs once the gradient is accumulated, its gradient is combined right away.
+[Note: hooks of users] The user's own hooks must see the gradient rather than those zeros, so our hook must run last:
+each forward pass registers it again if others were added after it. If a hook was added even later, or runs once the
+gradient is accumulated, the parameter's gradient is combined right away.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReplicatedGrads:
         routes: records, pairs and watches each all-reduce.
         modes: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
             which delivers them again at every replay.
-        passes: told that a backward pass is under way, at each collected gradient.
+        passes: notified, at each collected gradient, that a backward pass is under way.
     """
 
     def __init__(self, config: EtpConfig, routes: Routes, modes: Modes, passes: Passes) -> None:

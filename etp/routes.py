@@ -118,7 +118,7 @@ class Routes:
             transport.record(label)
 
     def pair(self, process_group: dist.ProcessGroup, device: torch.device, label: str, members: Sequence[str]) -> None:
-        """Hold the caller's stream until all ranks reach the same collective outside of the transport, if it can.
+        """Hold the caller's stream until all ranks reach the same collective outside of the transport, if that can.
 
         Args:
             process_group: its ranks.

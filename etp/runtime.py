@@ -1,4 +1,4 @@
-"""The runtime, which makes and connects the parts that drive one model's sharded weights, and ends what they began.
+"""The runtime, which creates and connects the parts that drive one model's sharded weights, and finishes their work.
 
 A runtime drives the groups of one model, or of one virtual pipeline stage. Each part has one responsibility: passes
 (``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``), gradients of other
@@ -237,7 +237,8 @@ class EtpRuntime:
         """
         if self.modes.capturing:
             raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
-        # One group stands for all of its process group: one in a format, which is published with every transport.
+        # One group stands for all of its process group, preferably one in a format, which is published with every
+        # transport.
         ordered = sorted(self.groups, key=lambda group: group.format is not None)
         for group in {group.process_group: group for group in ordered}.values():
             route = self.routes.of(group)
@@ -268,7 +269,7 @@ class EtpRuntime:
         self.reductions.finish()
         self.replicated.announce()
         if compare:
-            # First: if orders differ, these parameters would be added to others on other ranks.
+            # First, because if orders differ, the all-reduce would add gradients of different parameters.
             self._compare_orders()
         self.replicated.reduce()
 

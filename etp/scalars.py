@@ -14,7 +14,7 @@ class GroupScalars:
     """Combines numbers over shard groups.
 
     Args:
-        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
+        timeout_s: seconds to wait for a collective; None uses the process group's timeout.
         watch: called with the group and a description of each collective once it is enqueued.
     """
 

@@ -54,8 +54,8 @@ class Shard(OneOfMany, torch.nn.Parameter):
             record it too.
         has_reduce_hooks: whether any hook waits for its complete gradient.
         term_counted: whether this backward pass gives the shard a gradient that ``etp/terms.py`` has already scaled.
-        used_by_function: the graph task in which the forward of an autograd function that is not the engine's has last
-            computed with the shard, -1 in a forward pass; None if there was none since the last backward pass.
+        used_by_function: number of the graph task in which the forward of a user's autograd function last computed with
+            the shard, -1 outside of backward passes; None if none has since the last backward pass.
     """
 
     group: dist.ProcessGroup
@@ -68,7 +68,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
     def __new__(
         cls, shard: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup, requires_grad: bool = True
     ) -> Self:
-        """Make a parameter of a shard.
+        """Make a parameter from a shard.
 
         Args:
             shard: tensor of ``layout.shard_shape``, not copied; its padding rows must be zero.

@@ -19,7 +19,7 @@ from etp.errors import EtpStateError
 from etp.refusals import OneOfMany, named_functions
 
 type Cut = tuple[int, int, int]
-"""The shard's number, the number of shards, and the rows of the weight."""
+"""The shard's index, the number of shards, and the rows of the weight."""
 
 CUT = "etp_cut"
 """Attribute with the cut. A pickled copy is a plain tensor that has it, and loads without this package."""
@@ -29,7 +29,7 @@ COPIES = named_functions(
 )
 
 AS_WEIGHT = frozenset({F.linear, F.embedding})
-"""What a layer calls with its weight."""
+"""The functions that a layer calls with its weight."""
 
 ASKED_BY_WRITERS = named_functions("untyped_storage storage", torch.Tensor)
 """Called on each tensor, to find shared memory, by safetensors and other libraries before they write a file."""
@@ -55,7 +55,7 @@ def refuse_writers(func: Any, cut: Cut | None) -> None:
 
 
 class WithCut(OneOfMany, torch.Tensor):
-    """A tensor that records which shard it holds, also when it is pickled."""
+    """A tensor that records which shard it holds, even when it is pickled."""
 
     etp_cut: Any
     """The :data:`Cut`; None if it holds no shard."""
@@ -73,7 +73,7 @@ class WithCut(OneOfMany, torch.Tensor):
         return copied if self.etp_cut is None else ShardCopy.of(copied, self.etp_cut)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor with an attribute, which ``torch.load`` restores, also with ``weights_only``."""
+        """Pickle a plain tensor with an attribute, which ``torch.load`` restores, even with ``weights_only``."""
         return self._plain().__reduce_ex__(protocol)
 
 

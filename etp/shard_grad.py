@@ -5,10 +5,11 @@ step, scaling, ``clip_grad_value_``. Three operations of PyTorch itself are not,
 tensor subclass can intercept:
 
 - ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` call ``torch.linalg.vector_norm`` for each gradient, or
-  ``torch._foreach_norm`` for all of them: here the norm of the whole gradient, over the shard group, without padding;
-- ``torch.amp.GradScaler`` checks for overflows with ``torch._amp_foreach_non_finite_check_and_unscale_``: here on all
-  ranks that share a shard group, so that either all of them skip the step or none;
-- ``zero_grad(set_to_none=False)`` writes zeros: here it also discards the local sums of earlier microbatches.
+  ``torch._foreach_norm`` for all of them: these return the norm of the whole gradient, over the shard group, without
+  padding;
+- ``torch.amp.GradScaler`` checks for overflows with ``torch._amp_foreach_non_finite_check_and_unscale_``: this checks
+  all ranks that share a shard group, so that either all of them skip the step or none does;
+- ``zero_grad(set_to_none=False)`` writes zeros: this also discards the local sums of earlier microbatches.
 
 The method ``norm`` and norms along a dimension are not intercepted: optimizers such as Adafactor and LAMB combine the
 norms of a gradient and of its weight, and both must be of the same part.
@@ -53,7 +54,7 @@ class ShardGrad(torch.Tensor):
         return owner
 
     def belongs_to(self, owner: Shard) -> bool:
-        """Whether it is the gradient of this parameter."""
+        """Whether this is the gradient of ``owner``."""
         return self._owner() is owner
 
     def local_part(self) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Shards of all ranks have the same name and shape. Each records which one it is (``etp/shard_copy.py``), and so does each
 module's entry in the state dict's ``_metadata``, which ``torch.save`` keeps. A state that has lost these records is
 refused unless :func:`mark_own_shards` marks its shards as this rank's.
-``torch.distributed.checkpoint`` takes tensors of equal names for copies, and would save one rank's. So a shard in a
+``torch.distributed.checkpoint`` treats tensors of equal names as copies, and would save one rank's. So a shard in a
 state dict raises TypeError when such a checkpoint is planned.
 """
 

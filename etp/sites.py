@@ -141,7 +141,7 @@ def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
 
 
 def refuse_partly_shared(sites: Sequence[Site]) -> None:
-    """Refuse modules that share some of their weights: those of a module are gathered together, in its order."""
+    """Refuse modules that share only some of their weights: a module's weights are gathered together, in its order."""
     first: dict[int, tuple[list[int], str]] = {}
     for site in sites:
         together = [id(param) for param in site.params()]

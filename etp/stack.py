@@ -3,7 +3,7 @@
 [Note: runs] Moving or summing the E tensors of a stack takes one call per run, not one per tensor: a pitched copy
 (``cudaMemcpy2DAsync``) or a kernel takes a first address, a distance and a count. A gather slot and a buffer for
 gradients are one run each. Parameters and gradients of Megatron are one run for each of DistributedDataParallel's
-buckets that the layer touches, at a negative distance, because its buffers are filled from the last parameter to the
+buckets that the layer touches, with a negative distance, because its buffers are filled from the last parameter to the
 first. Tensors at arbitrary addresses are runs of one.
 """
 
@@ -83,11 +83,11 @@ class Stack(Sequence[torch.Tensor]):
 
     @classmethod
     def within(cls, memory: torch.Tensor, count: int, shape: Sequence[int]) -> Self:
-        """``count`` tensors of ``shape`` in one run, in ``memory`` of one dimension that they fill."""
+        """``count`` tensors of ``shape`` in one run, which fill the one-dimensional ``memory``."""
         return cls(memory.view(count, *shape).unbind(0))
 
     def notes_of(self, maker: object) -> dict[Any, Any]:
-        """What ``maker`` has made of these tensors and wants to find again, as long as both live."""
+        """A dict for what ``maker`` derives from these tensors and wants to reuse, kept as long as both live."""
         if self.notes is None:
             self.notes = WeakKeyDictionary()
         return self.notes.setdefault(maker, {})
@@ -143,7 +143,7 @@ _MAX_PITCH = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class PitchedCopy:
-    """Copies ``height`` pieces of ``width`` bytes, ``pitch`` bytes apart at either end; all pitches are positive."""
+    """Copies ``height`` pieces of ``width`` bytes, which lie one pitch apart at each end; both pitches are positive."""
 
     destination: int
     destination_pitch: int

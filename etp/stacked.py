@@ -1,12 +1,12 @@
-"""Modules that read their sharded weights in ways of their own, such as experts stacked in one parameter.
+"""Supports modules that read their sharded weights themselves, such as experts stacked in one parameter.
 
 During such a module's forward pass, its parameters are the full weights, as plain tensors. Whatever it does with them
 (indexing, batched and grouped products), autograd differentiates it, and the gradient of each full weight is reduced
 into its shard.
 
-[Note: saved weights] Autograd would keep the full weights, or views of them, until the backward pass. It is given where
-in the weight they lie instead, and the weight is gathered again when the first of them is needed: once in a backward
-pass, however many experts the tokens of a rank have chosen, so that all ranks gather alike.
+[Note: saved weights] Autograd would keep the full weights, or views of them, until the backward pass. It saves their
+place in the weight instead, and the weight is gathered again when the first of them is needed: once in a backward pass,
+however many experts the tokens of a rank have chosen, so that all ranks gather alike.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class StackedWeights:
 
 
 class Uses:
-    """The uses of weights in one model's forward passes, of which one at a time has full weights in a backward pass."""
+    """The uses of weights in one model's forward passes; one use at a time has full weights in a backward pass."""
 
     def __init__(self) -> None:
         self._current: _Use | None = None
 
     def begin(self, use: _Use) -> None:
-        """``use`` needs its weights now, so the one before needs them no more."""
+        """Record that ``use`` needs its weights now, and free those of the use before."""
         if self._current is not None and self._current is not use:
             self._current.release_all()
         self._current = use
@@ -121,7 +121,7 @@ class _Use:
         return self._fulls[index]
 
     def release(self, index: int) -> None:
-        """Free a full weight of the backward pass, as its gradient is complete. Frozen weights have none."""
+        """Free a full weight of the backward pass, because its gradient is complete. Frozen weights have none."""
         self._fulls.pop(index, None)
 
     def release_all(self) -> None:

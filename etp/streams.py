@@ -177,6 +177,9 @@ class Lane:
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all work enqueued on the current stream so far.
             label: names the work in profiles; see [Note: profiler ranges].
+
+        Returns:
+            a handle to the work, to wait for.
         """
         if label and profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(label)):

@@ -26,7 +26,7 @@ _UNSUPPORTED = {
     "NVFP4BlockScaling": "nvfp4_4over6 of weights and backward_override are not implemented",
     "CustomRecipe": "its quantizers are unknown",
 }
-"""Why the recipes of Transformer Engine are refused that sharded weights do not support."""
+"""Why sharded weights do not support a recipe of Transformer Engine, by the name of its class."""
 
 _WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
 
@@ -146,7 +146,7 @@ def active_format(name: str) -> WeightFormat | None:
 def too_old_for(format_: type[ApartFormat]) -> str:
     """Why this process's GPU cannot multiply in the format; empty if it can, or if there is none.
 
-    Transformer Engine's own quantization does not always tell: of MXFP8 it writes nothing, of NVFP4 it is a CUDA error.
+    Transformer Engine's own quantization does not say so: for MXFP8 it writes nothing, for NVFP4 it is a CUDA error.
     """
     if not torch.cuda.is_available() or (found := torch.cuda.get_device_capability()) >= format_.capability:
         return ""

@@ -2,8 +2,9 @@
 
 Each rank has the term in its loss, so the term's gradient must count once per rank. It reaches the shard through
 autograd, which adds it to any other gradient there, and one that a reduction has summed already must not be scaled.
-So a term's gradient is multiplied where it leaves the arithmetic, and the shard's ``term_counted`` is set. Within the
-forward of an autograd function, autograd is off: its use of the shard is only noted, in ``used_by_function``.
+So a term's gradient is multiplied where it leaves the term's arithmetic, and the shard's ``term_counted`` is set.
+Within the forward of an autograd function, autograd is off: the function's use of the shard is only noted, in
+``used_by_function``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def call_with_counted(
     Args:
         func: a PyTorch function.
         args: as ``__torch_function__`` gets them; shards may be inside of lists and tuples.
-        kwargs: the same.
+        kwargs: as ``__torch_function__`` gets them.
         times: the factor for the gradient of a tensor: 1 if it is not a shard.
 
     Returns:

@@ -11,7 +11,7 @@ from etp.group import WeightGroup
 class TrafficCounters:
     """How often each group was gathered and reduced, and the bytes that this rank received and sent for it.
 
-    All counts are by the group's name; those of groups with the same name are added.
+    All counts are keyed by the group's name; those of groups with the same name are added.
 
     Args:
         groups: the runtime's own list of groups, shared so that later additions are seen.

@@ -7,7 +7,8 @@ is observed again at the next forward visit. With a transport that publishes, a 
 
 [Note: formats] Weights that are gathered in a format are published with every transport: their shards are quantized,
 in one burst for all weights of a process group, before they are gathered. The first pass learns the formats of the
-groups. To quantize few at a time, a visit in a format guesses that groups which were never visited have it as well.
+groups. So that groups are not quantized a few at a time, a visit in a format guesses that groups that were never
+visited use it too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class WeightVersions:
         self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
         self.stamp: tuple[int, int]
-        """Of observations that count; see :meth:`etp.group.WeightGroup.is_observed`."""
+        """The stamp of observations that are still valid; see :meth:`etp.group.WeightGroup.is_observed`."""
         self._renew_stamp()
         if reuse_across_forwards:
             self.watch_optimizers()
@@ -110,7 +111,7 @@ class WeightVersions:
             in_backward: whether the visit is in a backward pass.
 
         Raises:
-            StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
+            StaleWeightError: if the shard changed since the forward pass, and the transport would not see the change.
         """
         device = route.device
         if not in_backward and device not in self.final:

@@ -2,8 +2,8 @@
 
 :func:`add_arguments` adds the flags to any Megatron script's parser, :func:`apply_to_megatron` sets Megatron's own
 settings from them, :func:`check` and :func:`check_graphs` raise for combinations that would train incorrectly, and
-:func:`config_from_args` returns the engine's options. All are pure; ``megatron_patches.command_line`` connects them to
-Megatron's parser.
+:func:`config_from_args` returns the engine's options. None of them imports Megatron; ``megatron_patches.command_line``
+connects them to Megatron's parser.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etp.config import EtpConfig, GradReduction, TransportName
 from megatron_patches.refusals import GRAPH_REFUSALS, REFUSALS, Refusal, dense_size, expert_size
 
 _LATEST = "latest_checkpointed_iteration.txt"
-"""What Megatron writes beside checkpoints."""
+"""The file that Megatron writes next to its checkpoints."""
 
 
 class UnsupportedConfigurationError(ValueError):

@@ -43,7 +43,7 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _show_first(parser: argparse.ArgumentParser, first: int) -> None:
-    """Let ``--help`` begin with the groups of flags from number ``first`` on, and without a usage of 1,500 lines."""
+    """Let ``--help`` begin with the groups of flags from index ``first`` on, and with one line of usage, not 1,500."""
     groups = parser._action_groups
     groups[:] = [*groups[first:], *groups[:first]]
     parser.usage = "torchrun [...] -m megatron_patches SCRIPT.py [flags of ETP, of Megatron and of the script]"
@@ -132,12 +132,12 @@ def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> 
 def _accepting_gathers(args: argparse.Namespace) -> Iterator[None]:
     """Let Megatron accept MXFP8 and FP4 without ``--fp8-param-gather`` and ``--fp4-param-gather``.
 
-    Its own sharded weights need these, because they do not quantize what they gather.
+    Megatron's own sharded weights need these flags, because they do not quantize what they gather.
     """
     active = arguments.is_active(args)
     hidden: dict[str, object] = {}
     if active and getattr(args, "fp8_recipe", None) == "mxfp8":
-        # Any recipe that has scales of blocks: Megatron checks nothing else about them.
+        # Any recipe with block scales would do: Megatron checks nothing else about it.
         hidden["fp8_recipe"] = "blockwise"
     if active and getattr(args, "fp4", None):
         hidden["fp4_param_gather"] = True

@@ -75,7 +75,7 @@ def silence_random_state_warning() -> None:
         tracker_logger.addFilter(_NotOnCpu())
 
 
-# Warnings of what only GPUs have; on a CPU nothing is to be done about them.
+# Warnings about what only GPUs can use; nothing can be done about them on a CPU.
 _OF_GPUS = (
     "Apex is not installed.",
     "Transformer Engine and Apex are not installed.",
@@ -85,7 +85,7 @@ _OF_GPUS = (
 
 
 def silence_warnings_of_gpus() -> None:
-    """Suppress warnings that packages are missing which only GPUs can use, also in processes that this one spawns."""
+    """Suppress warnings about missing packages that only GPUs can use, also in processes that this one spawns."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     for beginning in _OF_GPUS:
         warnings.filterwarnings("ignore", re.escape(beginning))
@@ -287,7 +287,7 @@ def _tensor_records() -> tuple[PatchRecord, ...]:
 
 
 def _start_adam(distributed_optimizer: Any) -> None:
-    """Let Adam allocate its state as it is before the first step.
+    """Make Adam allocate its state, with the values that it has before the first step.
 
     Megatron's own helper takes a step with zero gradients, in which weight decay would shrink the weights.
     """
@@ -370,7 +370,7 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
 
 
 def _attention_with_widths(original: Callable[..., None]) -> Callable[..., None]:
-    """Multi-latent attention passes the widths of a head's key and value, as Transformer Engine's attention needs."""
+    """Accept the widths of a head's key and value, which multi-latent attention passes as to Transformer Engine."""
 
     @functools.wraps(original)
     def replacement(

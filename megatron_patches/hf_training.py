@@ -16,7 +16,7 @@ from megatron_patches.registry import PatchRecord
 if TYPE_CHECKING:
     from megatron_patches.refit.load_hf import LoadReport
 
-# Settings that build or save the weights while Megatron sets the model up, before they are loaded here.
+# Settings that load, build or save weights while Megatron sets the model up, before this module loads them.
 _IN_CONFLICT = ("pretrained_checkpoint", "moe_use_upcycling", "ckpt_convert_format")
 
 
@@ -58,7 +58,7 @@ class Loader:
         self._resumes = False
 
     def saw_checkpoint(self) -> None:
-        """Megatron has found a checkpoint in ``--load``."""
+        """Record that Megatron has found a checkpoint in ``--load``."""
         self._resumes = True
 
     def load(self, model: Sequence[Any], optimizer: Any) -> None:

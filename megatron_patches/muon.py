@@ -1,9 +1,9 @@
 """Megatron's Muon for sharded weights: each matrix is orthogonalized by one rank of its shard group.
 
 Megatron gathers each weight's momentum over the shard group, padding included, and every rank orthogonalizes it.
-Padding changes the sizes by which the update is scaled, and query, key and value are taken apart only if each shard
-holds whole query groups. Here whole matrices without padding are orthogonalized as in an unsharded run, and the ranks
-of a group share the work. :mod:`megatron_patches.fixes.muon` builds this optimizer; only import it where
+Padding changes the sizes by which the update is scaled, and query, key and value are split only if each shard holds
+whole query groups. Here whole matrices without padding are orthogonalized as in an unsharded run, and the ranks of a
+group share the work. :mod:`megatron_patches.fixes.muon` builds this optimizer; only import it where
 ``emerging_optimizers`` is installed.
 """
 
@@ -72,14 +72,14 @@ class ShardedMuon(TensorParallelMuon):
     def scaled_orthogonalize_fn_with_gtp_remat(
         self, p: torch.Tensor, grad: torch.Tensor, tp_group: Any, partition_dim: int | None
     ) -> torch.Tensor:
-        """Orthogonalize ``grad``, which is whole (one rank's part of tensor parallelism) already."""
+        """Orthogonalize ``grad``, which is already the whole matrix of this tensor-parallel rank."""
         del p
         found: torch.Tensor = self.scaled_orthogonalize_fn(grad, tp_group, partition_dim)
         return found
 
 
 class _Update:
-    """The step of one parameter, as ``OrthogonalizedOptimizer.step`` makes it.
+    """The step of one parameter, as ``OrthogonalizedOptimizer.step`` performs it.
 
     Args:
         optimizer: whose step it is.

@@ -172,10 +172,10 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
 
 
 def telemetry_from_args(args: argparse.Namespace) -> Telemetry:
-    """What is told the costs of versions, on the first rank.
+    """The telemetry that records what each version cost, for the first rank.
 
     Raises:
-        ValueError: if the address of the metrics is none.
+        ValueError: if the address of the metrics is invalid.
         RefitError: if the file or the port cannot be opened.
     """
     port = args.refit_metrics_port
@@ -196,8 +196,8 @@ class Pusher:
     def __init__(self) -> None:
         self._session: RefitSession | None = None
         self._telemetry: Telemetry | None = None
-        self._alone = False  # whether no engine is left and users have been told
-        self._lost = set[str]()  # engines of which users have been told that they failed, and no more
+        self._alone = False  # whether no engine is left and this was printed
+        self._lost = set[str]()  # engines printed as failed and not yet as back
         self.stopped = False
 
     def before_step(self, model: Sequence[Any], iteration: int) -> None:
@@ -239,7 +239,7 @@ class Pusher:
                 self._close_telemetry()
 
     def end(self) -> None:
-        """Do the same if this rank exits by itself: its daemon thread would abandon the last commit."""
+        """Do what :meth:`finish` does if this rank exits by itself: its daemon thread would abandon the last commit."""
         session, self._session = self._session, None
         if session is not None:
             try:

@@ -19,14 +19,14 @@ FP8_RECIPES = {
     "tensorwise": Float8PerTensor.row_alignment,
     "mxfp8": MXFP8.row_alignment,
 }
-"""The values of ``--fp8-recipe`` with which weights are gathered in FP8, and of what a shard's rows are a multiple."""
+"""The values of ``--fp8-recipe`` that are supported, each with the row alignment of shards that it needs."""
 
 FP4_ALIGNMENT = NVFP4.row_alignment
-"""Of what a shard's rows are a multiple with ``--fp4-format``."""
+"""The row alignment of shards that ``--fp4-format`` needs."""
 
 
 MUON_RELEASE = "0.3"
-"""The release of emerging-optimizers whose step :class:`megatron_patches.muon.ShardedMuon` makes."""
+"""The release of emerging-optimizers whose step :class:`megatron_patches.muon.ShardedMuon` reproduces."""
 
 
 def has_muon() -> bool:
@@ -455,4 +455,4 @@ GRAPH_REFUSALS = (
         "--cuda-graph-impl local with --cuda-graph-modules attn in a model of --hybrid-layer-pattern",
     ),
 )
-"""Apart, because Megatron's own checks turn older flags into ``--cuda-graph-impl``."""
+"""Checked after Megatron's own checks, because these turn older flags into ``--cuda-graph-impl``."""

@@ -1,8 +1,8 @@
 """Defines a sharded parameter with the attributes and methods that Megatron-core 0.19.2 expects.
 
 Megatron's local layers, DistributedDataParallel, the optimizers and checkpoints access a sharded weight through these
-attributes and methods, which forward to the engine. There is no ``prev_w`` and ``next_w``, through which Megatron would
-look for the gradient in another layer's graph: each graph finishes the gradients that it computes.
+attributes and methods, which forward to the engine. There are no ``prev_w`` and ``next_w``, through which Megatron
+would look for the gradient in another layer's graph: each graph finishes the gradients that it computes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MegatronShardedParam(ETPShardedParam):
     nelement = numel
 
     def belong_to_current_stream(self) -> None:
-        """From now on, belong to the current stream for autograd."""
+        """Associate this leaf with the current stream for autograd from now on."""
         if self.requires_grad:
             self._leaf = torch.autograd.graph.get_gradient_edge(self)
 
@@ -94,7 +94,11 @@ class MegatronShardedParam(ETPShardedParam):
 def shard_parameter(
     param: torch.nn.Parameter, group: dist.ProcessGroup, pad_for_alignment: int, fqn: str
 ) -> MegatronShardedParam:
-    """Cut this rank's shard from a full (TP-local) Megatron parameter and keep the attributes that Megatron set."""
+    """Cut this rank's shard from a full (TP-local) Megatron parameter and keep the attributes that Megatron set.
+
+    Raises:
+        ValueError: naming the parameter, if it cannot be sharded.
+    """
     try:
         shard = MegatronShardedParam.from_full(param, group, pad_for_alignment)
     except ValueError as error:
@@ -114,7 +118,7 @@ class EmbeddingWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: MegatronShardedParam) -> torch.Tensor:
-        """Args: ``weight`` a shard. Returns ``[vocabulary, hidden]``, valid until the next gather of that shape."""
+        """The table of the shard ``weight``, ``[vocabulary, hidden]``, valid until the next gather of that shape."""
         # Not save_for_backward: hooks on saved tensors, such as activation offloading, would return a plain tensor
         # instead of the shard.
         ctx.weight = weight

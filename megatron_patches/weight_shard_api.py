@@ -108,7 +108,7 @@ class WeightShardApi:
         The recipe of FP8 or FP4 decides how shards are aligned; Transformer Engine passes it at each forward pass.
 
         Raises:
-            UnsupportedConfigurationError: for recipes of FP8 in which weights cannot be gathered.
+            UnsupportedConfigurationError: for FP8 recipes in which weights cannot be gathered.
         """
         if fp8 and fp8_recipe not in FP8_RECIPES:
             raise UnsupportedConfigurationError(
@@ -136,6 +136,12 @@ class WeightShardApi:
     ) -> None:
         """Shard the full weights of a layer that was just built, in place.
 
+        Args:
+            module: the layer.
+            weight_names: names of its parameters to shard; those that it lacks, and shards, are skipped.
+            group: the shard group; with one rank, nothing is changed.
+            is_grouped: whether the weights are experts, which are gathered together.
+
         Raises:
             ValueError: if it is a Transformer Engine layer whose sharded form would be wrong, for example because its
                 weight gradients are delayed.
@@ -161,7 +167,7 @@ class WeightShardApi:
         shard.attach(self._unannounced_runtime(group), f"{type(module).__name__}.{name}")
 
     def _unannounced_runtime(self, group: dist.ProcessGroup) -> EtpRuntime:
-        """Drives weights of models that are never passed to classify_chains; finishes with each backward pass.
+        """The runtime of models that are never passed to classify_chains; it finishes with each backward pass.
 
         There is one per shard group: its ranks have built and visited the same weights, so they prefetch the same ones.
         Ranks that also have models over other groups would not.

@@ -18,8 +18,8 @@ class Transport(ABC):
     """Collectives over one shard group. Every rank calls the same methods in the same order.
 
     Collectives enqueue on the calling stream (see [Note: lanes] in ``etp/streams.py``) and raise
-    :class:`etp.errors.EtpCommunicationError`, naming ``label``, if a peer fails or the time-out passes. Methods that
-    are not abstract are optional.
+    :class:`etp.errors.EtpCommunicationError`, naming ``label``, if a peer fails or the timeout passes. Methods that are
+    not abstract are optional.
     """
 
     publishes: ClassVar[bool] = False

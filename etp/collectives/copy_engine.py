@@ -1,4 +1,4 @@
-"""Transport by peer copies inside one NVLink domain: shards move without kernels on the SMs.
+"""Transport by peer copies between the GPUs of one host: shards move without kernels on the SMs.
 
 [Note: publication] Every rank keeps a copy of its shards in an arena that all peers map. The copy is updated when
 weights change (:meth:`CopyEngineTransport.publish`), between two exchanges of signals: after all peers have finished
@@ -21,7 +21,7 @@ s - 1.
 
 [Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. A place's ARRIVED flags are raised again only
 after its PLACE_FREE flags were received, and vice versa. ARRIVED is raised with a number that identifies the weight:
-ranks that reduce different weights do not add one to the other, but wait until their timeout. (Gathers go by addresses
+ranks that reduce different weights do not add one to the other, but wait until their timeout. (Gathers read by address
 and need no common order. An all-reduce of other code over the group is preceded by an empty reduction, with a number
 that identifies what it combines.) READERS_DONE and PUBLISHED alternate: between raising one of them twice, a rank
 receives the other from all peers. Between two calls, only the flags of free places are raised. A reduction is on one
@@ -88,9 +88,9 @@ class _Ring:
     """Symmetric memory that is divided into places, which are used in turn.
 
     Attributes:
-        what: is in it, for messages.
+        what: name of its content in messages.
         buffer: the memory; None before the first use.
-        uses: how many there were.
+        uses: how often a place has been used so far.
     """
 
     what: str
@@ -108,8 +108,8 @@ class _Staged:
 
     Attributes:
         buffer: the ring's memory.
-        number: of the place in it.
-        shards: in the place.
+        number: index of the place in the ring.
+        shards: the shards, stored in the place.
         copies: the gather's copies.
     """
 
@@ -396,7 +396,7 @@ class CopyEngineTransport(Transport):
     # Reducing ------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
-        """See :class:`etp.collectives.base.Transport`. Sums in fp32 whatever the gradients' dtype."""
+        """See :class:`etp.collectives.base.Transport`. Sums in at least fp32 whatever the gradients' dtype."""
         size = wgrads.nbytes // self._size * len(wgrads)
         ring, place, number = self._place_for(self._ring, _aligned((self._size - 1) * size))
         stream, purpose = self._stream(), _purpose(label)

@@ -49,7 +49,7 @@ def hosts_of(group: dist.ProcessGroup) -> list[str]:
 def parts_of(group: dist.ProcessGroup, hosts: int) -> tuple[list[int], list[int]]:
     """The group's ranks on this host, and the ranks at this rank's position on every host; as global ranks.
 
-    All ``hosts`` have equally many.
+    Every host has equally many ranks of the group.
     """
     ranks = dist.get_process_group_ranks(group)
     per_host = len(ranks) // hosts
@@ -77,13 +77,13 @@ def obstacle_to_two_steps(group: dist.ProcessGroup, hosts: Sequence[str]) -> str
 
 
 class HierarchicalTransport(C10dTransport):
-    """See the module's docstring. Everything but gathers and reductions runs over the whole group, as in a graph.
+    """See the module's docstring. Only gathers and reductions take two steps, and none does in a CUDA graph.
 
     Args:
         group: the shard group, whose ranks are numbered host by host.
         within: moves shards between the ranks of this host.
-        between: moves shards between the ranks with this one's number on all hosts.
-        hosts: how many there are.
+        between: moves shards between the ranks at this rank's position on every host.
+        hosts: number of hosts.
         fp32_accumulation: see :class:`etp.collectives.c10d.C10dTransport`.
         timeout_s: see :class:`etp.collectives.c10d.C10dTransport`.
         device: where the weights are.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 ORDER_LABEL = "exchange of the order of collectives"
 """Name of the exchange in messages."""
 
-# Collectives that are compared, the latest ones: more than any pass has, and a bound if no pass ever ends.
+# Most collectives that are compared, the latest ones: more than any pass has, and a bound if no pass ever ends.
 _MOST_COLLECTIVES = 2**20
 # Of these, the names kept for the message.
 _MOST_NAMES = 4096
@@ -44,8 +44,8 @@ class _Answer:
     """The result of an exchange.
 
     Attributes:
-        words: ``[ranks, 2]`` int64 on the host: a digest, and how many collectives it is of.
-        arrived: an event after which they have arrived; None if they have.
+        words: ``[ranks, 2]`` int64 on the host: each rank's digest, and the number of collectives that it covers.
+        arrived: an event after which the words have arrived; None if they have already.
         names: of this rank's latest collectives.
         count: number of this rank's collectives.
     """
@@ -62,7 +62,7 @@ class CollectiveOrder:
     Args:
         group: the ranks that compare their orders.
         device: where the group's backend needs its tensors.
-        timeout_s: seconds to wait for peers; None takes the process group's own timeout.
+        timeout_s: seconds to wait for peers; None uses the process group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float | None) -> None:

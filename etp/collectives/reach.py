@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can access each other's GPU memory.
+"""Checks whether the ranks of a group can access each other's GPU memory.
 
 GPUs are identified by UUID, not by index: with launchers that set ``CUDA_VISIBLE_DEVICES`` per process (Ray, Slurm),
 every process calls its GPU 0. CUDA knows only the GPUs that the process sees; NVML knows all GPUs of the machine.

@@ -59,7 +59,7 @@ def obstacle_to_new_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> str
 
     Args:
         group: the ranks to compare.
-        ranks: global ranks of the group that this rank is to create with others of them.
+        ranks: global ranks of the new group that this rank would be in.
     """
     own = len(distributed_c10d._world.pg_names), _splits_the_world(ranks)
     seen = gather_objects(own, group, "comparison before another communicator is made")

@@ -1,7 +1,7 @@
 """The local half of a reduce-scatter: sums the ranks' parts of one gradient shard and stores or adds the result.
 
 The sum is computed in rank order, in at least fp32, and rounded once. It is therefore bitwise the same in every run,
-on every transport, and with or without the kernel of :mod:`etp.collectives.kernels`.
+over ``c10d`` and ``copy_engine``, and with or without the kernel of :mod:`etp.collectives.kernels`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _WORD = 4
 
 _MOST_OPERATIONS = 1 << 14
-"""How many are cached for each direction, of some hundred bytes each: more than models have weights."""
+"""Number of batches cached per direction, some hundred bytes each: more than models have weights."""
 
 RAISED = 1
 """Value of a raised flag that has only one purpose."""

@@ -1,8 +1,8 @@
-"""What formats share that have rows and columns apart: quantized copies of both, their places in a slot, and tensors.
+"""Common parts of formats that quantize rows and columns separately: copies of both, slots, and tensors.
 
-In one reading, a weight ``[rows, columns]`` takes a byte array of data and one of scales, a byte for each block. Blocks
-are along the reading: along a row, or down a column. Both arrays are cut by rows, so that those of shards, one after
-the other, are those of the weight. A slot holds the data, and behind them the scales.
+One reading of a weight ``[rows, columns]`` is a byte array of data and one of scales, a byte per block. Blocks lie
+along the reading: along a row, or down a column. Both arrays are cut by rows, so that the arrays of the shards,
+concatenated, are those of the weight. A slot holds the data, followed by the scales.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ApartFormat(WeightFormat):
     per_byte: ClassVar[int]
     """Elements in a byte of data, neighbours in the reading."""
     multiple: ClassVar[int]
-    """The GEMMs want weights whose rows and columns are multiples of this."""
+    """The GEMMs need weights whose rows and columns are multiples of this."""
     capability: ClassVar[tuple[int, int]] = (10, 0)
-    """The least compute capability of GPUs whose GEMMs read the format."""
+    """The lowest compute capability of GPUs whose GEMMs read the format."""
 
     def parts(self, shape: Sequence[int], *, columns: bool) -> tuple[Matrix, Matrix]:
         """The shapes of data and scales, in bytes, of a matrix in one reading."""
@@ -121,7 +121,7 @@ class ApartQuantization(Quantization):
 
     @cached_property
     def tables(self) -> list[ApartTable]:
-        """The tiles of all shards, a table for each type; see [Note: tiles] in ``etp/formats/kernels.py``."""
+        """The tiles of all shards, a table for each dtype; see [Note: tiles] in ``etp/formats/kernels.py``."""
         from etp.formats.kernels_apart import ApartTable
 
         weights = list(enumerate(self.weights()))
@@ -163,11 +163,12 @@ class ApartQuantization(Quantization):
             parts = self.within(index, gathered, columns=transposed)
             data, scales = self.finished(parts, self.format.parts(shape, columns=transposed), columns=transposed)
             found = [self.tensor(shape, dtype, each, columns=transposed) for each in trained], data, scales
-            # Once for each slot, because many take a millisecond; but not if they would keep memory besides the slot's.
+            # Kept with the slot, because making many takes a millisecond; not if that would hold memory besides the
+            # slot's.
             if all(_shares(part[0], gathered[0]) for part in (data, scales)):
                 made[key] = found
         for number, each in enumerate(zip(*found, strict=True), self.firsts[index]):
-            # Anew at each visit: Transformer Engine takes away what it has used.
+            # At each visit, because Transformer Engine drops the data that it has used.
             self.fill(each[0], number, *each[1:], columns=transposed)
         return list(found[0])
 
@@ -187,11 +188,11 @@ class ApartQuantization(Quantization):
 
     @abstractmethod
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, *, columns: bool) -> torch.Tensor:
-        """One of Transformer Engine's tensors, whose data are set later, at each visit anew."""
+        """One of Transformer Engine's tensors, of the logical ``shape``; :meth:`fill` sets its data at each visit."""
 
     @abstractmethod
     def fill(self, tensor: Any, number: int, data: torch.Tensor, scales: torch.Tensor, *, columns: bool) -> None:
-        """Set a tensor's data, of the weight ``number`` among those of all groups."""
+        """Set the data and scales of a tensor; ``number`` is the weight's index among those of all groups."""
 
 
 def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -201,7 +202,8 @@ def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def padded_scales(scales: torch.Tensor, logical: Matrix, tile: Sequence[int]) -> torch.Tensor:
     """``scales`` with rows and columns that are multiples of ``tile``, as Transformer Engine holds them.
 
-    What is beyond ``logical`` is not read. A view if ``scales``, which may have rows of padding, are large enough.
+    What is beyond ``logical`` is not read. Returns a view if ``scales``, which may have rows of padding, are large
+    enough.
     """
     down, across = (-(-size // edge) * edge for size, edge in zip(logical, tile, strict=True))
     if scales.shape[0] >= down and scales.shape[1] == across:

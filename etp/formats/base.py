@@ -1,16 +1,17 @@
-"""What a format of gathered weights is.
+"""The interface of the formats in which weights are gathered.
 
 Without a format, a weight is gathered as it is stored. With one, each rank quantizes its shards once for each version
 of the weights, gathers move the quantized bytes, and a consumer gets a quantized tensor around them. The stored shards
-stay the truth: optimizers, checkpoints and gradients know nothing of formats.
+remain the parameters: optimizers, checkpoints and gradients do not depend on formats.
 
 [Note: phases] Ranks must agree on a few numbers, such as scales. So a version is quantized in phases: every rank
 *measures* its shards of all weights, one collective exchanges the numbers of all weights, and every rank *casts* with
-what all ranks now know. A gather then moves bytes alone.
+what all ranks now know. A gather then moves only bytes.
 
-[Note: apart] A GEMM reads a weight by rows in the forward pass and by columns in the backward pass. In most formats,
-columns are made of gathered rows. Where a block that shares a scale is a piece of a row, or of a column, the two are
-quantized *apart*: both are published, and a gather moves the one that its visit reads.
+[Note: apart] A GEMM reads a weight by rows in the forward pass and by columns in the backward pass. In FP8 with a scale
+per square block or per weight, columns are derived from gathered rows. In MXFP8 and NVFP4, a block may be a piece of a
+row, or of a column, and the two are quantized *apart* (separately): both are published, and a gather moves the one that
+its visit reads.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class WeightFormat(ABC):
     name: ClassVar[str]
     """Its name in messages."""
     row_alignment: ClassVar[int]
-    """The rows of a shard are a multiple of this, so that the shard of the quantized weight is the quantized shard."""
+    """The rows of a shard are a multiple of this, so that a quantized shard is the shard of the quantized weight."""
     dtype: ClassVar[torch.dtype] = torch.uint8
-    """Type of the elements that gathers move."""
+    """Dtype of the elements that gathers move."""
     apart: ClassVar[bool] = False
-    """Whether rows and columns are gathered apart; see [Note: apart]."""
+    """Whether rows and columns are gathered separately; see [Note: apart]."""
 
     @abstractmethod
     def quantization(
@@ -49,7 +50,7 @@ class WeightFormat(ABC):
         Args:
             shards: this rank's shards of each weight group, all on one device.
             layouts: how the weights of each group are cut.
-            memory: where the copies lie, of one dimension and as many elements of :attr:`dtype` as :meth:`copied` says
+            memory: one-dimensional memory for the copies, of as many elements of :attr:`dtype` as :meth:`copied` gives
                 for all shards together; None allocates it.
         """
 
@@ -79,7 +80,7 @@ class Quantization(ABC):
 
     Attributes:
         copies: for each group, the quantized shards, whose addresses never change; :meth:`cast` completes them. If rows
-            and columns are apart, the data of the rows.
+            and columns are quantized apart, the data of the rows.
     """
 
     copies: Sequence[Stack]
@@ -94,16 +95,16 @@ class Quantization(ABC):
         Args:
             index: the group's place among those of the quantization.
             gathered: the buffers of the gather.
-            columns: whether columns are gathered rather than rows; only where they are apart.
+            columns: whether columns are gathered rather than rows; only where the two are quantized apart.
         """
         del columns
         return ((gathered, self.copies[index]),)
 
     @abstractmethod
     def measure(self) -> torch.Tensor:
-        """Read the shards; returns the numbers that this rank contributes, ``[n]`` in fp32, its own memory.
+        """Read the shards. Returns the numbers that this rank contributes, fp32 ``[n]``, in memory that is reused.
 
-        If ranks need to agree on nothing, there are none, and no collective.
+        If ranks need to agree on nothing, ``n`` is 0, and there is no collective.
         """
 
     @abstractmethod
@@ -114,13 +115,13 @@ class Quantization(ABC):
     def assemble(
         self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
     ) -> list[torch.Tensor]:
-        """The weights of group ``index`` as Transformer Engine's quantized tensors.
+        """The weights of group ``index`` as Transformer Engine's quantized tensors, of logical shape.
 
         Args:
             index: the group's place among those of the quantization.
             gathered: the bytes of each weight, of :meth:`WeightFormat.gathered_shape`.
-            dtype: the type as which the weights present themselves.
+            dtype: the nominal dtype of the returned tensors.
             trained: ``requires_grad`` of each weight.
-            transposed: for the GEMM that gives the gradient of the input, which reads columns. If they are not apart,
-                they are new memory; rows are ``gathered`` itself.
+            transposed: whether they are for the GEMM of the input's gradient, which reads columns. Columns that are
+                derived from rows are new memory; rows are views of ``gathered``.
         """

@@ -1,4 +1,4 @@
-"""What the formats of FP8 share: Transformer Engine's scales, E4M3, and buffers for quantized copies."""
+"""Common parts of the FP8 formats: Transformer Engine's scales, E4M3, and buffers for quantized copies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def scale_of(
     Args:
         amax: largest magnitudes, fp32.
         power_of_two: round each scale down to a power of two.
-        epsilon: the least magnitude that a scale is computed for.
-        largest: the scale where it would be infinite.
+        epsilon: smaller magnitudes are raised to this before a scale is computed.
+        largest: the scale to use where it would be infinite.
 
     Returns:
         fp32, of the shape of ``amax``; 1 where a magnitude is 0, infinite or NaN.
@@ -88,10 +88,10 @@ class Float8Quantization(Quantization):
         transposed: bool,
         make: Callable[..., torch.Tensor],
     ) -> list[Any]:
-        """Transformer Engine's tensors for group ``index``, whose data the caller sets, at each visit anew.
+        """Transformer Engine's tensors for group ``index``, whose data the caller sets at each visit.
 
-        Those of rows are made once for each slot, because 128 take a millisecond. Those of columns are not kept, since
-        they would keep the memory of their data.
+        Tensors of rows are made once for each slot, because making 128 takes a millisecond. Tensors of columns are not
+        kept, because they would keep the memory of their data.
 
         Args:
             index: the group's place.
@@ -118,7 +118,7 @@ class Float8Quantization(Quantization):
             from transformer_engine.pytorch.constants import DType
             from transformer_engine_torch import fp8_transpose
 
-            # In a profile its launch took the host a fifth of the time of one by Triton.
+            # In a profile, its launch took a fifth of the host time of a Triton launch.
             return [fp8_transpose(gathered[0][:rows], DType.kFloat8E4M3, out=None)]
         if self.device.type == "cuda":
             from etp.formats import kernels
@@ -127,7 +127,7 @@ class Float8Quantization(Quantization):
         return gathered.block()[:, :rows].transpose(1, 2).contiguous().unbind(0)
 
     def tables(self, places: Sequence[int], steps: Sequence[tuple[int, int]]) -> list[TileTable]:
-        """The tiles of all shards, a table for each type; see :class:`etp.formats.kernels.Tiled`."""
+        """The tiles of all shards, a table for each dtype; see :class:`etp.formats.kernels.Tiled`."""
         from etp.formats.kernels import Tiled, tables_of
 
         return tables_of(

@@ -1,7 +1,7 @@
 """FP8 with a scale for each block of 128 x 128 elements: Transformer Engine's ``Float8BlockScaling``.
 
 A block never straddles two shards, so ranks need to agree on nothing; they only exchange the scales, which take 0.0002
-bytes for each element. Columns, which the backward pass reads, are exact transposes of the rows.
+bytes per element. Columns, which the backward pass reads, are exact transposes of the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Float8Block(WeightFormat):
 
     Attributes:
         power_of_two: whether scales are powers of two.
-        epsilon: the least magnitude that a scale is computed for.
+        epsilon: smaller magnitudes are raised to this before a scale is computed.
     """
 
     name: ClassVar[str] = "block-scaled FP8"
@@ -58,10 +58,11 @@ def quantize_blocks(
     Args:
         weight: ``[rows, columns]`` of any floating-point type.
         power_of_two: whether scales are powers of two.
-        epsilon: the least magnitude that a scale is computed for.
+        epsilon: smaller magnitudes are raised to this before a scale is computed.
 
     Returns:
-        the bytes, uint8 ``[rows, columns]``, and the inverse scales, fp32 ``[rows / 128, columns / 128]``, rounded up.
+        the bytes, uint8 ``[rows, columns]``, and the inverse scales, fp32 ``[rows / 128, columns / 128]``, both sizes
+        rounded up.
     """
     rows, columns = weight.shape
     down, across = _blocks(rows), _blocks(columns)
@@ -168,7 +169,7 @@ class _BlockQuantization(Float8Quantization):
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
 
         scales = (self._scales_of_columns if transposed else self._scales_of_rows)[number]
-        # It holds no data yet, but its kind must be known.
+        # Empty until a visit sets the data; says whether the tensor has rows or columns.
         nothing = scales.new_empty(0, dtype=torch.uint8)
         tensor: torch.Tensor = Float8BlockwiseQTensor(
             shape=shape,
@@ -190,7 +191,7 @@ class _BlockQuantization(Float8Quantization):
         from transformer_engine.pytorch.constants import DType
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-        # What Transformer Engine asks of a weight in the forward pass: rows.
+        # As Transformer Engine quantizes a weight for the forward pass: by rows.
         return Float8BlockQuantizer(
             DType.kFloat8E4M3,
             rowwise=True,
@@ -206,7 +207,7 @@ def _padded(count: int) -> int:
 
 
 def _padded_rows(scales: torch.Tensor) -> torch.Tensor:
-    """``scales`` with rows as long as the GEMMs want them; the rest repeats the last one, and is not read."""
+    """``scales`` with rows as long as the GEMMs need them; the rest repeats the last scale, and is not read."""
     more = _padded(scales.shape[1]) - scales.shape[1]
     return torch.cat([scales, scales[:, -1:].expand(-1, more)], dim=1)
 

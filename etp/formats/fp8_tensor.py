@@ -30,7 +30,7 @@ class Float8PerTensor(WeightFormat):
 
     Attributes:
         power_of_two: whether scales are powers of two.
-        epsilon: the least magnitude that a scale is computed for.
+        epsilon: smaller magnitudes are raised to this before a scale is computed.
     """
 
     name: ClassVar[str] = "tensor-scaled FP8"
@@ -61,7 +61,7 @@ class _TensorQuantization(Float8Quantization):
         count = self.firsts[-1]
         self._own = torch.zeros(count, device=self.device)
         self._scales = torch.ones(count, device=self.device)
-        # One in each row: cuBLAS reads scales at multiples of 16 bytes.
+        # One per row, because cuBLAS reads scales at multiples of 16 bytes.
         self._inverse = torch.ones(count, _SCALE_ROW, device=self.device)
 
     def measure(self) -> torch.Tensor:
@@ -117,7 +117,7 @@ class _TensorQuantization(Float8Quantization):
     ) -> torch.Tensor:
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-        # It holds no data yet, but its kind must be known.
+        # Empty until a visit sets the data; says whether the tensor has rows or columns.
         nothing = self._inverse.new_empty(0, dtype=torch.uint8)
         tensor: torch.Tensor = Float8Tensor(
             shape=shape,
@@ -137,7 +137,7 @@ class _TensorQuantization(Float8Quantization):
         from transformer_engine.pytorch.constants import DType
         from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-        # What Transformer Engine asks of a weight in the forward pass: rows.
+        # As Transformer Engine quantizes a weight for the forward pass: by rows.
         return Float8CurrentScalingQuantizer(
             DType.kFloat8E4M3,
             self.device,

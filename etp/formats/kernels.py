@@ -34,7 +34,7 @@ class Tiled:
     Attributes:
         source: the matrix ``[rows, columns]``. The elements of a row are adjacent.
         target: its bytes, uint8 ``[rows, columns]``, with as many elements from one row to the next as the matrix has.
-        place: where the number of the first tile lies in a vector of fp32.
+        place: index of the first tile's number (its scale or largest magnitude) in a vector of fp32.
         steps: distance there from a tile to the one below it, and to the one right of it. 0 if the matrix has a single
             number.
     """
@@ -52,7 +52,7 @@ class Tiled:
 
 
 class TileTable:
-    """The tiles of some matrices of one type; see [Note: tiles].
+    """The tiles of some matrices of one dtype; see [Note: tiles].
 
     Args:
         matrices: the matrices. Their memory must live as long as the table.
@@ -85,7 +85,7 @@ class TileTable:
 
 
 def tables_of(matrices: Iterable[Tiled]) -> list[TileTable]:
-    """The tiles of some matrices, a table for each type."""
+    """The tiles of some matrices, a table for each dtype."""
     found: dict[torch.dtype, list[Tiled]] = defaultdict(list)
     for one in matrices:
         found[one.source.dtype].append(one)
@@ -95,7 +95,7 @@ def tables_of(matrices: Iterable[Tiled]) -> list[TileTable]:
 # Without annotations, which Triton would interpret as its own types.
 @triton.jit
 def _tile(matrices, owners, aligned: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of this program's tile: its addresses, the distance between rows, its rows and columns, its number's place."""
+    """This program's tile: addresses, offset, distance between rows, rows and columns left, its number's place."""
     program = tl.program_id(0)
     matrix = matrices + tl.load(owners + program).to(tl.int64) * 9
     source, target = tl.load(matrix), tl.load(matrix + 1)
@@ -107,7 +107,7 @@ def _tile(matrices, owners, aligned: tl.constexpr, tile: tl.constexpr):  # type:
         tl.load(matrix + 8),
     )
     if aligned:
-        # So that loads and stores are of 16 bytes: Triton cannot know it of numbers that it reads from memory.
+        # So that loads and stores are of 16 bytes: Triton cannot know this of numbers that it reads from memory.
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
         columns, pitch = tl.multiple_of(columns, 16), tl.multiple_of(pitch, 16)
     across = (columns + tile - 1) // tile
@@ -145,7 +145,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _magnitude(a, b, c, d, checked: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest magnitude in the quarters of a tile. NaN is the largest if ``checked``, and else ignored."""
+    """The largest magnitude in the quarters of a tile. NaN is the largest if ``checked``, otherwise it is ignored."""
     a, b, c, d = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32)), tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))
     if not checked:
         return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
@@ -214,7 +214,7 @@ def _largest(  # type: ignore[no-untyped-def]
     b = _read(source, pitch, down, across, 1, tile)
     c = _read(source, pitch, down, across, 2, tile)
     d = _read(source, pitch, down, across, 3, tile)
-    # Of numbers that are not negative, the order of the bits is that of the values.
+    # For numbers that are not negative, the order of the bits is that of the values.
     magnitude = _magnitude(a, b, c, d, checked).to(tl.int32, bitcast=True)
     tl.atomic_max((numbers + place).to(tl.pointer_type(tl.int32)), magnitude)
 
@@ -240,7 +240,7 @@ def _cast(  # type: ignore[no-untyped-def]
 def _transpose(  # type: ignore[no-untyped-def]
     source, target, rows, columns, source_stride, target_stride, down: tl.constexpr, across: tl.constexpr
 ) -> None:
-    # Of many weights, addresses do not fit in 32 bits.
+    # Offsets over many weights do not fit in 32 bits.
     weight = tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(0) * down + tl.arange(0, down), tl.program_id(1) * across + tl.arange(0, across)
     source += weight * source_stride
@@ -276,9 +276,9 @@ def quantize_blocks(
 
 
 def largest_magnitudes(table: TileTable, numbers: torch.Tensor, *, checked: bool = False) -> None:
-    """The largest magnitude of each tile, into its place in ``numbers``, which is 0 or a lower bound before.
+    """Write the largest magnitude of each tile to its place in ``numbers``, which holds 0 or a lower bound before.
 
-    Tiles may share a place. NaN is the largest if ``checked``, and else ignored.
+    Tiles may share a place. NaN is the largest if ``checked``, otherwise it is ignored.
     """
     _largest[(table.count,)](
         table.matrices,
@@ -293,7 +293,7 @@ def largest_magnitudes(table: TileTable, numbers: torch.Tensor, *, checked: bool
 
 
 def cast(table: TileTable, scales: torch.Tensor) -> None:
-    """Cast each tile to E4M3 after multiplying it with its number in ``scales``."""
+    """Cast each tile to E4M3 after multiplying it by its number in ``scales``."""
     _cast[(table.count,)](
         table.matrices,
         table.owners,
@@ -306,7 +306,7 @@ def cast(table: TileTable, scales: torch.Tensor) -> None:
 
 
 def transpose(matrices: Stack, rows: int) -> Sequence[torch.Tensor]:
-    """Transpose the first ``rows`` rows of each matrix of bytes, ``[rows, columns]``, of one block, in one launch."""
+    """Transpose the first ``rows`` rows of byte matrices, which form one run, to ``[columns, rows]``, in one launch."""
     count, columns = len(matrices), matrices.shape[1]
     out = torch.empty((count, columns, rows), dtype=torch.uint8, device=matrices.device)
     grid = (triton.cdiv(rows, _DOWN), triton.cdiv(columns, _ACROSS), count)

@@ -19,7 +19,7 @@ _ALIGNMENT = 16
 
 
 class ApartTable:
-    """The tiles of some matrices of one type.
+    """The tiles of some matrices of one dtype.
 
     Args:
         weights: for each matrix: its number among those of all tables; and the matrix ``[rows, columns]``, the bytes
@@ -126,7 +126,7 @@ def _largest(  # type: ignore[no-untyped-def]
 ) -> None:
     matrix, rows, columns, row, column = _tile(matrices, owners, aligned, tile)
     values = _values(matrix, rows, columns, row, column, dtype, aligned, tile)
-    # Of numbers that are not negative, the order of the bits is that of the values.
+    # For numbers that are not negative, the order of the bits is that of the values.
     number = (numbers + tl.load(matrix + 7)).to(tl.pointer_type(tl.int32))
     tl.atomic_max(number, tl.max(tl.abs(values)).to(tl.int32, bitcast=True))
 
@@ -198,7 +198,7 @@ def quantize_mxfp8(table: ApartTable) -> None:
 
 
 def largest_magnitudes(table: ApartTable, numbers: torch.Tensor) -> None:
-    """The largest magnitude of each matrix, into its place in ``numbers``, which is 0 or a lower bound before."""
+    """Write the largest magnitude of each matrix to its place in ``numbers``, which holds 0 or a lower bound before."""
     _largest[(table.count,)](
         table.matrices,
         table.owners,
@@ -215,7 +215,7 @@ def quantize_nvfp4(table: ApartTable, amaxes: torch.Tensor, *, square: bool) -> 
 
     Args:
         table: the matrices, shards of weights.
-        amaxes: in row i, first, the largest magnitude of the weight of number i; fp32.
+        amaxes: fp32; the first element of row i is the largest magnitude of weight number i.
         square: whether blocks are 16 x 16 elements.
     """
     _quantize_nvfp4[(table.count,)](

@@ -1,8 +1,8 @@
-"""FP8 with a power of two for each 32 elements of a row, or of a column: Transformer Engine's ``MXFP8BlockScaling``.
+"""FP8 with a power-of-two scale per 32 elements of a row, or of a column: Transformer Engine's ``MXFP8BlockScaling``.
 
-A block never straddles two shards, so ranks need to agree on nothing. Rows and columns are quantized apart: neither can
-be made of the other. Their GEMMs need a GPU of compute capability 10.0, and Transformer Engine's quantization writes
-nothing on others.
+A block never straddles two shards, so ranks need to agree on nothing. Rows and columns are quantized separately:
+neither can be derived from the other. Their GEMMs need a GPU of compute capability 10.0, and Transformer Engine's
+quantization writes nothing on others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 32
 _MANTISSA_BITS = 23
 _MANTISSA = 0x7FFFFF
 _NAN, _LARGEST = 0xFF, 0xFE
-# Half of the least normal number, as a mantissa: 2^-127, which is the least scale.
+# Half of the smallest normal number, as a mantissa: 2^-127, which is the smallest scale.
 _LEAST = 0x400000
 
 
@@ -64,7 +64,7 @@ def e8m0_of(amax: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of_e8m0(exponent: torch.Tensor) -> torch.Tensor:
-    """The fp32 scales ``2 ** (127 - exponent)`` that numbers are multiplied with, of exponents in uint8."""
+    """The fp32 scales ``2 ** (127 - exponent)`` that numbers are multiplied by, from exponents in uint8."""
     exponent = exponent.to(torch.int32)
     bits = torch.where(exponent == _LARGEST, _LEAST, (_LARGEST - exponent) << _MANTISSA_BITS)
     return torch.where(exponent == _NAN, torch.nan, bits.view(torch.float32))
@@ -74,7 +74,7 @@ def quantize_mxfp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     """Quantize a matrix to MXFP8, by rows and by columns, on any device.
 
     Args:
-        weight: ``[rows, columns]`` of any floating-point type, multiples of 32.
+        weight: ``[rows, columns]`` of any floating-point type; both sizes are multiples of 32.
 
     Returns:
         the bytes of the rows ``[rows, columns]``, their scales ``[rows, columns / 32]``, the bytes of the columns
@@ -115,7 +115,7 @@ class _MXFP8Quantization(ApartQuantization):
         """See :class:`etp.formats.apart.ApartQuantization`."""
         from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
 
-        # It holds no data yet, but its kind must be known.
+        # Empty until a visit sets the data; says whether the tensor has rows or columns.
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         tensor: torch.Tensor = MXFP8Tensor(
             shape=shape,
@@ -143,5 +143,5 @@ class _MXFP8Quantization(ApartQuantization):
         from transformer_engine.pytorch.constants import DType
         from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
-        # What Transformer Engine asks of a weight in the forward pass: rows.
+        # As Transformer Engine quantizes a weight for the forward pass: by rows.
         return MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)

@@ -1,9 +1,9 @@
-"""FP4 with a scale in E4M3 for each 16 elements and one in fp32 for each weight: Transformer Engine's NVFP4.
+"""FP4 with a scale in E4M3 per 16 elements and one in fp32 per weight: Transformer Engine's NVFP4.
 
 A block is 16 elements of a row or of a column, or 16 x 16 elements for both, which is what ``NVFP4BlockScaling`` does
-with weights by default. None straddles two shards. Ranks agree on the largest magnitude of each weight, of which each
-has seen a shard. Weights are neither rotated (random Hadamard transforms) nor rounded at random, which Transformer
-Engine does to activations and gradients alone. The GEMMs need a GPU of compute capability 10.0.
+with weights by default. No block straddles two shards. Ranks agree on the largest magnitude of each weight, of which
+each has seen a shard. Weights are neither rotated (random Hadamard transforms) nor rounded stochastically, which
+Transformer Engine does only to activations and gradients. The GEMMs need a GPU of compute capability 10.0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NVFP4(ApartFormat):
     row_alignment: ClassVar[int] = BLOCK
     block: ClassVar[int] = BLOCK
     per_byte: ClassVar[int] = 2
-    # Rows of FP4 must be multiples of 16 bytes, those of columns as well.
+    # Rows of FP4 must be multiples of 16 bytes, and so must columns.
     multiple: ClassVar[int] = 32
 
     square: bool = True
@@ -61,7 +61,7 @@ def quantize_nvfp4(
     """Quantize a matrix, or a shard of one, to NVFP4, by rows and by columns, on any device.
 
     Args:
-        weight: ``[rows, columns]`` of any floating-point type, multiples of 16.
+        weight: ``[rows, columns]`` of any floating-point type; both sizes are multiples of 16.
         amax: largest magnitude of the whole weight, fp32, of one element.
         square: whether blocks are 16 x 16 elements.
 
@@ -85,7 +85,7 @@ def _quantize_rows(values: torch.Tensor, scale: torch.Tensor, *, square: bool) -
     if square:
         amax = amax.unflatten(0, (-1, BLOCK)).amax(1).repeat_interleave(BLOCK, 0)
     inverse = (amax * (scale * (1 / LARGEST_E2M1))).clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn)
-    # Where a block's scale is zero, its numbers are the largest, and mean zero all the same.
+    # Where a block's scale is zero, its numbers saturate, but still stand for zero.
     factor = (inverse.float() * scale.reciprocal()).reciprocal().clamp(max=_LARGEST)
     numbers = _to_e2m1((blocks * factor[:, :, None]).flatten(1))
     return numbers[:, ::2] | numbers[:, 1::2] << 4, inverse.view(torch.uint8)
@@ -108,7 +108,7 @@ class _NVFP4Quantization(ApartQuantization):
     ) -> None:
         super().__init__(format_, shards, layouts, memory)
         self._own = torch.zeros(self.firsts[-1], device=self.device)
-        # One in each row: the GEMMs' kernels may read them at multiples of 16 bytes.
+        # One per row, because the GEMMs' kernels may read them at multiples of 16 bytes.
         self._amax = torch.zeros(self.firsts[-1], _AMAX_ROW, device=self.device)
 
     def measure(self) -> torch.Tensor:
@@ -140,7 +140,7 @@ class _NVFP4Quantization(ApartQuantization):
     def finished(
         self, parts: tuple[Stack, Stack], logical: tuple[Matrix, Matrix], *, columns: bool
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """See :class:`etp.formats.apart.ApartQuantization`. Of FP4, the GEMMs read columns as rows of the transpose."""
+        """See :class:`etp.formats.apart.ApartQuantization`. In FP4, the GEMMs read columns as rows of the transpose."""
         if columns:
             transposed = [self._transposed(part, down) for part, (down, _) in zip(parts, logical, strict=True)]
             parts = (Stack(transposed[0]), Stack(transposed[1]))
@@ -158,7 +158,7 @@ class _NVFP4Quantization(ApartQuantization):
         """See :class:`etp.formats.apart.ApartQuantization`."""
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 
-        # It holds no data yet, but its kind must be known.
+        # Empty until a visit sets the data; says whether the tensor has rows or columns.
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         tensor: torch.Tensor = NVFP4Tensor(
             shape=shape,
@@ -188,5 +188,5 @@ class _NVFP4Quantization(ApartQuantization):
     def _quantizer(self) -> Any:
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-        # What Transformer Engine asks of a weight in the forward pass: rows.
+        # As Transformer Engine quantizes a weight for the forward pass: by rows.
         return NVFP4Quantizer(rowwise=True, columnwise=False, with_2d_quantization=self.format.square)
