@@ -106,7 +106,7 @@ def way_of(name: str) -> tuple[TransportName, MemoryMode]:
 
 
 def run_rank(rank: int, task: Task, results: Connection) -> None:
-    """All measurements; the first rank sends what came out."""
+    """Runs all measurements; the first rank sends the results."""
     trainer = Trainer(rank, task)
     for name in task.ways:
         found = trainer.measure(name)
@@ -149,9 +149,9 @@ class Trainer:
         self._engine_in_use()
 
     def _warm_up(self) -> None:
-        """What both sides take at their first work, such as ETP's slots and symmetric memory, is not the push's.
+        """Lets both sides allocate what does not belong to a push, such as ETP's slots and symmetric memory.
 
-        Nor are this process's contexts on the engine's GPUs, which looking at their memory makes.
+        This process's contexts on the engine's GPUs, which measuring their memory creates, do not belong to it either.
         """
         if self.rank == 0:
             self.server.sample([0] * _PROMPT, _LENGTH, 0)
@@ -259,7 +259,7 @@ class Trainer:
         found.untouched_kl = k3(theirs, self.model.log_probs(texts, _PROMPT))
 
     def _draw(self) -> list[Sample]:
-        """What the server writes now; the same on all ranks, its error too."""
+        """Samples from the server; all ranks get the same samples, or the same error."""
         answers: list[list[Sample] | ServerError | None] = [None]
         if self.rank == 0:
             generator = torch.Generator().manual_seed(5)
@@ -287,7 +287,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _engine_in_use(self) -> list[int]:
-        """Bytes, a GPU; where trainer and engine share them, this side's unused blocks do not count."""
+        """Bytes in use on each GPU; where trainer and engine share GPUs, this side's unused blocks do not count."""
         self._all_ready()
         if not self.task.gpus:
             return []
@@ -303,7 +303,7 @@ class Trainer:
         return torch.cuda.memory_allocated(self.device) if self.task.gpus else 0
 
     def _note_peak(self) -> None:
-        """What a push, since all were ready for it, has taken at most."""
+        """Records the peak memory of a push since all ranks were ready for it."""
         if self.task.gpus:
             self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
 

@@ -54,7 +54,7 @@ def run_ranks[Task, Found](
 def _take_all[Found](
     processes: Sequence[BaseProcess], receiving: Connection, take: Callable[[Found], None], limit_s: float
 ) -> list[int]:
-    """Returns when all have ended, or those that have not when the time is over or one has failed."""
+    """Returns the ranks that have not ended when the time is over or one has failed; none once all have ended."""
     deadline = time.monotonic() + limit_s
     closed = False
     while (busy := _busy(processes)) or (not closed and receiving.poll()):

@@ -91,7 +91,7 @@ class EtpWeightTransfer:
                 time.sleep(min(_POLL_S, self._startup_s))
 
     def pause(self) -> None:
-        """Nothing: each engine pauses itself while it commits."""
+        """Does nothing: each engine pauses itself while it commits."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Sends a version. Engines have received and verified it when this returns; they commit it meanwhile.
@@ -140,7 +140,7 @@ class EtpWeightTransfer:
             self._group = None
 
     def _new_publisher(self) -> WeightPublisher:
-        """One of this process alone, whatever other processes train."""
+        """A publisher of this process alone, whatever other processes train."""
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():

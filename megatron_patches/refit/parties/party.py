@@ -49,7 +49,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     @property
     def name(self) -> str:
-        """Of this party, for messages."""
+        """Name of this party, for messages."""
         return self._assembly.name
 
     @property

@@ -102,7 +102,7 @@ class ModuleSource:
         return next((tensor.device for _, tensor in self._named()), torch.device("cpu"))
 
     def describe(self, rank: int) -> Held:
-        """Likewise.
+        """See :class:`megatron_patches.refit.source.weight_source.WeightSource`.
 
         Raises:
             UnsupportedModelError: naming a tensor that cannot be described.
