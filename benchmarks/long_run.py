@@ -164,7 +164,7 @@ class LongRuns:
         return losses
 
     def judge_same(self, what: str, found: dict[int, float], expected: dict[int, float]) -> None:
-        """Whether the losses of steps are those of another training at the same steps, bit by bit."""
+        """Judges whether the losses of steps are those of another training at the same steps, bit by bit."""
         if not found or not found.keys() <= expected.keys():
             self.judge(what, False, f"steps {sorted(found)[:3]}... are not among {sorted(expected)[:3]}...")
             return
@@ -174,7 +174,7 @@ class LongRuns:
         self.judge(what, not different, text if not different else f"{text}; first at step {different[0]}")
 
     def judge_memory(self, variant: str, training: Training) -> None:
-        """How much each rank's memory grows from a quarter of the steps on, at most."""
+        """Judges how much the memory of any rank grows from a quarter of the steps on."""
         growth = dict.fromkeys(GROWTH_BOUNDS, 0)
         for rank in range(self.options.ranks):
             steps = training.steps(rank)

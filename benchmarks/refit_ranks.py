@@ -69,7 +69,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What one way came to; seconds are lists, one a repetition."""
+    """The results of one way; seconds are lists with an entry per repetition."""
 
     way: str
     failure: str = ""

@@ -34,9 +34,9 @@ class Task:
         config: content of ``config.json``.
         mesh: how the trainer is spread.
         gpus: GPU of each rank; none for CPUs.
-        engine_gpus: of the server, whose memory is watched.
-        server_port: of the server.
-        port: where ranks meet.
+        engine_gpus: the server's GPUs, whose memory is measured.
+        server_port: the server's port.
+        port: port at which ranks meet.
         ways: what to measure: names of transports, followed by ``+in_place`` where versions replace the weights that
             serve byte by byte, or of :data:`benchmarks.refit_vllm_peers.PEERS`.
         repeats: pushes a transport.
@@ -60,25 +60,25 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What one way came to; seconds are lists, one a push.
+    """The results of one way; seconds are lists with an entry per push.
 
     Attributes:
         way: its name.
-        failure: why it failed, or nothing.
+        failure: why it failed; empty if it did not.
         prepare_s: meeting, recording, planning and proving, once.
-        nbytes: that all workers were sent by a push.
+        nbytes: bytes that a push sends to all workers together.
         seconds: ``push`` from begin to end, its parts, and ``paused``: how long no request was answered.
         trainer_bytes: the most that any rank's PyTorch had given out on its GPU beyond the model while pushing; NCCL's
             own buffers are not among it.
-        engine_bytes: what the busiest of the engine's GPUs holds more than before; None for a way whose server has been
-            pushed to another way before, and has kept that way's memory.
-        made_bytes: what the busiest worker has made: ``beside`` the weights that serve, on its device,
-            ``backup``, in its host's memory, and ``staged``, of packets (the most of either side); of ways of this
-            project alone.
+        engine_bytes: growth of the memory in use on the busiest of the engine's GPUs; None for a way whose server has
+            been pushed to in another way before, and has kept that way's memory.
+        made_bytes: bytes that the busiest worker has allocated, only for ways of this project: ``beside`` the weights
+            that serve, on its device; ``backup``, in its host's memory; ``staged``, for packets (the most of either
+            side).
         kl: generation KL of the last version, in nats a token (Schulman's k3 estimator of KL(engine, trainer)).
         log_prob_error: mean absolute difference of log-probabilities.
         largest_error: largest absolute difference.
-        untouched_kl: the same KL against the trainer's weights before the last push; shows that it can tell.
+        untouched_kl: KL against the trainer's weights before the last push; shows that KL detects a missed push.
     """
 
     way: str

@@ -128,7 +128,7 @@ def resized(name: str, layers: int | None = None, experts: int | None = None) ->
 
 
 def obstacle(system: str, shape: Shape, ranks: int) -> str:
-    """Why a system cannot run a model on so many GPUs, or ""."""
+    """Why a system cannot run a model on this number of GPUs; empty if it can."""
     parallel = expert_parallel(system, ranks)
     if system.endswith(GRAPH) and shape.experts:
         return "the host reads how many tokens each expert gets in each pass, which a CUDA graph forbids"

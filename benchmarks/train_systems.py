@@ -89,10 +89,10 @@ class System:
         vars(parallel_state).update(self._parallel_state)
 
     def step(self, microbatches: int) -> None:
-        """One step of as many microbatches a GPU, on the current stream.
+        """Takes one step on the current stream, with this number of microbatches per GPU.
 
-        All ranks of a tensor-parallel group work on the same microbatch, so that a step has that many times as many:
-        every system computes the same number of tokens a GPU.
+        All ranks of a tensor-parallel group work on the same microbatch, so a step of theirs has more microbatches, by
+        the size of the group: every system computes the same number of tokens per GPU.
         """
         count = microbatches * self.tensor_ranks
         if self.options.precision != "bf16":

@@ -93,7 +93,7 @@ class Layout:
 
 
 def obstacle(model: Model, layout: Layout, global_batch: int) -> str:
-    """Why a layout cannot run, or ""."""
+    """Why a layout cannot run; empty if it can."""
     return next(_obstacles(model, layout, global_batch), "")
 
 
