@@ -85,7 +85,7 @@ def linears(system: str, group: dist.ProcessGroup) -> nn.Sequential:
 
 
 def experts(number: int, group: dist.ProcessGroup) -> nn.ModuleList:
-    """Three grouped linear layers of so many experts, sharded by ETP. Collective."""
+    """Three grouped linear layers of ``number`` experts each, sharded by ETP. Collective."""
     torch.manual_seed(3)
     layers = nn.ModuleList(
         etp.GroupedLinear(number, _SIDE, _SIDE, bias=False, etp_group=group, device="cpu") for _ in range(3)

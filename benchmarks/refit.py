@@ -143,7 +143,7 @@ def _model(path: str) -> None:
 
 
 def make_task(options: argparse.Namespace) -> Task:
-    """What every rank is told."""
+    """The settings that every rank gets, from the command line."""
     if options.model in MODELS:
         config, trainer = MODELS[options.model]
     else:

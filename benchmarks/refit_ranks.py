@@ -48,7 +48,7 @@ _HALF_STEP, _SUBNORMAL_HALF_STEP = 2.0**-4, 2.0**-10
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every rank is told; see the command line."""
+    """The settings that every rank gets; see the command line."""
 
     config: dict[str, Any]
     trainer: str
@@ -390,7 +390,7 @@ class Bench:
         """The same random bits on every rank."""
         generator = torch.Generator(device=self.device).manual_seed(zlib.crc32(spec.name.encode()))
         dtype = _INTEGERS[spec.nbytes // spec.numel]
-        if spec.name in self.quantized:  # any bits might be infinite, or no number
+        if spec.name in self.quantized:  # random bits might be infinite, or not a number
             values = torch.randn(spec.shape, device=self.device, generator=generator)
             return values.to(getattr(torch, spec.dtype)).view(dtype)
         limits = torch.iinfo(dtype)

@@ -28,7 +28,7 @@ _PROMPT, _LENGTH, _SAMPLES = 64, 128, 4  # tokens given, tokens drawn, texts
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every rank is told.
+    """The settings that every rank gets.
 
     Attributes:
         config: content of ``config.json``.
@@ -235,7 +235,7 @@ class Trainer:
             self._all_ready()
             started = time.perf_counter()
             parts = peer.push()
-            self._note_peak()  # before it is counted anew
+            self._note_peak()  # before the count restarts
             self._all_ready()
             if push:  # the first makes communicators and allocates
                 for part, seconds in {"push": time.perf_counter() - started, **parts}.items():

@@ -6,8 +6,8 @@
     python -m benchmarks.run_all --gpus 2 --jobs moe --systems none,etp_copy_engine --profile
 
 The benchmark is a few jobs, the most important one first, each a `torchrun` of :mod:`benchmarks.train_step`. A job that
-dies or hangs loses the system that it was at: that is noted with its reason, and the job goes on without it as long as
-there is time. Results, logs, table and plot lie in the folder that ``--out`` names.
+dies or hangs loses the system that it was measuring: the report has the reason, and the job goes on without the system
+as long as there is time. Results, logs, table and plot lie in the folder that ``--out`` names.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def run_ranks[Task, Found](
     Args:
         body: what a rank does, given its number, the task, and where to send what it has found.
         ranks: number of processes.
-        task: what every rank is told.
+        task: settings that every rank gets.
         take: called with what the first rank has sent, at once: what was found before a failure is not lost.
         limit_s: seconds that all may take.
 

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 
 from benchmarks.train_shapes import EXPERT_PARALLEL, GRAPH, PRECISIONS, Shape, expert_parallel, shards
 
-# Long enough for the slowest first collective; a hang must end well before whoever started the run gives up on it.
+# Long enough for the slowest first collective, and short enough that a hang ends well before the time limit of the run.
 _TIMEOUT_MINUTES = 2
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a system can be told.
+    """Options of a system.
 
     Attributes:
         prefetch_depth: of ETP.

@@ -72,7 +72,7 @@ class Seconds:
 
 
 def step_seconds(model: Model, layout: Layout, training: Training, machine: Machine) -> Seconds:
-    """Predicts a step's parts. That small GEMMs run slower than large ones is no part of the model."""
+    """Predicts a step's parts. The model ignores that small GEMMs run slower than large ones."""
     microbatches = layout.microbatches(training.global_batch)
     compute = _stage_flops(model, layout) / machine.flops_per_s
     exposed = _exposed(model, layout, machine)

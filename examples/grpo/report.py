@@ -28,7 +28,7 @@ class Step:
         number: from 0; the number of steps that the trainer's weights had been trained for.
         reward: mean over its samples.
         kl: estimate of KL(engine || trainer) before the step, in nats per token.
-        kl_reference: estimate of KL(trainer || reference), likewise in nats per token; None without a reference.
+        kl_reference: estimate of KL(trainer || reference), in nats per token; None without a reference.
         held_out: accuracy on held-out prompts; None if it was not measured.
         seconds: time per phase.
         sources: number of samples per engine and versions; there are several if weights changed during generation.

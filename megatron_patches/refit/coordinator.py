@@ -128,7 +128,7 @@ class Coordinator:
             self._lobby.close()
 
     def begin(self, engines: Sequence[EngineClient] | None) -> PushOrders:
-        """The orders that attach all engines anew.
+        """The orders that attach all engines again.
 
         Args:
             engines: the engines from now on; None for those that are attached.

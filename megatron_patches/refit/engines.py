@@ -92,7 +92,7 @@ class EngineClient(Protocol):
         """Stops all requests. Returns once none is running; on an error, requests continue."""
 
     def resume(self, *, reset_cache: bool) -> None:
-        """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause goes on."""
+        """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause continues."""
 
 
 @runtime_checkable
@@ -103,10 +103,10 @@ class Sleeper(Protocol):
         """Whether it sleeps or is paused."""
 
     def wake_up(self, tag: str) -> None:
-        """Wakes its ``weights`` or its ``kv_cache``. Once both are awake, requests go on."""
+        """Wakes its ``weights`` or its ``kv_cache``. Once both are awake, requests continue."""
 
     def sleep(self) -> None:
-        """Puts it to sleep at level 1. Requests under way go on when it wakes up."""
+        """Puts it to sleep at level 1. Requests under way continue when it wakes up."""
 
 
 class Joined:

@@ -232,7 +232,7 @@ class FanOut:
         ):
             places.setdefault(share.receiver, []).append(share.server)
         waiting, left = list(places), list[list[str]]()
-        for servers in places.values():  # receivers are alike, so whoever has a plan for a place takes it
+        for servers in places.values():  # receivers are alike, so one with a plan for these servers gets them
             known = [name for name in waiting if behind[name].met == servers]
             if known:
                 waiting.remove(known[0])

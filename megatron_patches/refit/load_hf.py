@@ -184,7 +184,7 @@ class _Job:
         return self._together(read)
 
     def verify(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Compares what the model holds now, described anew, with the files; also tensors that repeat others."""
+        """Describes the model again, and compares what it holds with the files; also tensors that repeat others."""
 
         def verify() -> None:
             held = self._describe(chunks)

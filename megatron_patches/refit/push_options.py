@@ -200,7 +200,7 @@ class PushReport:
             in which an engine began no request, from the call to pause. Parts of ``send``: ``look_up`` of the weights,
             on the slowest rank; and on the slowest worker ``allocate`` memory beside the serving weights, ``move``
             (packing, transfer and unpacking, which overlap, plus any wait for ``look_up``), and ``verify``.
-        engines: what became of each engine, by name, the same on all ranks but for seconds.
+        engines: what became of each engine, by name; equal on all ranks except for ``seconds``.
     """
 
     version: int

@@ -14,9 +14,9 @@ METHOD = "refit"
 class RefitActor:
     """Base of an actor's class that has a vLLM ``LLM`` object; :class:`RayEngine` is the trainer's side.
 
-    An actor runs one call at a time, unless it is told otherwise. So a refit waits for a call of ``generate`` that is
-    under way, and nothing runs while a version is committed. An actor that runs several calls at a time must keep
-    ``generate`` from running between a ``pause`` and the ``resume`` after it.
+    By default, an actor runs one call at a time. So a refit waits for a call of ``generate`` that is under way, and
+    nothing runs while a version is committed. An actor that runs several calls at a time must keep ``generate`` from
+    running between a ``pause`` and the ``resume`` after it.
 
     Args:
         llm: the object, made with ``weight_transfer_config={"backend": "etp"}``.

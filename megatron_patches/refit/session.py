@@ -265,7 +265,7 @@ class RefitSession:
                 one.follow(version)
         seconds = {"send": time.perf_counter() - began}
         outcomes = self._subscriptions.outcomes({number: one.sent for number, one in taking.items()})
-        if not self._drops:  # whoever calls prepare() next wants no engine to be busy or paused
+        if not self._drops:  # the caller's next prepare() needs engines that are neither busy nor paused
             self._give_up({number: taking[number] for number in failures(outcomes)}, outcomes)
         if wait:
             committed = self._subscriptions.outcomes(commits_of(taking | following))

@@ -232,7 +232,7 @@ class Subscription:
         """
         served, version, self.follows = self.served, self.follows, -1
 
-        def tell() -> None:  # in the worker's thread, for whoever waits may do more than is known here
+        def tell() -> None:  # in the worker's thread, because callbacks of those who wait may do anything
             paused_s = 0.0 if self._control is None else self._control.paused_s
             self._tell_others(version, reason)
             if reason is None:
@@ -343,7 +343,7 @@ class Subscription:
             raise RefitError(
                 f"version {self.standing.version} was pushed before, and {self.name} has not said how its commit went"
             ) from error
-        except RefitError as error:  # whoever pushed it was told
+        except RefitError as error:  # its pusher has the error already
             logger.debug("refit: %s", error)
 
     def _join(self) -> None:
@@ -472,7 +472,7 @@ class Subscription:
                 control.commit(version, lambda: self._confirm(version, control))
             else:
                 control.give_up()  # in place, the workers have restored the old weights
-        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised by the caller
+        except Exception as error:  # noqa: BLE001 - reported to all ranks, and raised by the caller
             doing = "committing" if arrived else "giving up"
             return f"{doing} version {version} failed: {describe_error(error)}{control.left_asleep}"
         return None

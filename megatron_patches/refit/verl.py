@@ -215,7 +215,7 @@ class EtpCheckpointEngine(CheckpointEngine):
 class VerlServer:
     """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.engines.EngineClient`.
 
-    It is a Ray actor: whoever can call it can do anything with it, so a join is admitted first.
+    It is a Ray actor: anyone who can call it can do anything with it, so a join is admitted first.
 
     Args:
         name: of the actor.
@@ -301,7 +301,7 @@ def _module_of(weights: Any) -> nn.Module:
     """The module that an actor's weights are gathered from.
 
     Raises:
-        RefitError: if it has none, or sends others than its parameters.
+        RefitError: if it has no module, or sends other tensors than the module's parameters.
     """
     if not isinstance(weights, ModelWeights):
         raise RefitError(

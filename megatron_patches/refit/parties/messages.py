@@ -125,7 +125,7 @@ class StateLog:
 
 @dataclass(frozen=True)
 class Held:
-    """What a source holds. Only the manifest is used of sources other than the first; they may leave the rest empty.
+    """What a source holds. Sources other than the first may leave everything but the manifest empty.
 
     Attributes:
         config: content of the model's ``config.json``.

@@ -99,7 +99,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         self.unlink()
 
     def unlink(self) -> None:
-        """Closes the links, which gives back their memory. The next version connects them anew."""
+        """Closes the links, which gives back their memory. The next version connects them again."""
         end, self._end = self._end, None
         if end is not None:
             end.close()

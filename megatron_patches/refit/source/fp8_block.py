@@ -76,7 +76,7 @@ class Fp8BlockSource:
             return
         try:
             quantizer.cast(memory)
-        except Exception as error:  # noqa: BLE001 - likewise
+        except Exception as error:  # noqa: BLE001 - as above
             self._failure = error
         else:
             quantized = memory_of((name, name, tensor) for name, tensor in quantizer.quantized.items())
