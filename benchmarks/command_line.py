@@ -1,4 +1,4 @@
-"""Checks of the benchmarks' command lines: a mistake is told before any work starts."""
+"""Checks of the benchmarks' command lines, which report a mistake before any work starts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def checked(check: Callable[[str], object], *names: str) -> Callable[[str], str]
 
 
 def require_gpus(fail: Callable[[str], NoReturn], count: int = 1) -> None:
-    """End the process by ``fail``, such as a parser's ``error``, if PyTorch sees fewer GPUs."""
+    """End the process through ``fail``, such as a parser's ``error``, if PyTorch sees fewer than ``count`` GPUs."""
     import torch  # here: tables are made where there may be none
 
     found = torch.cuda.device_count()
@@ -59,12 +59,12 @@ def require_gpus(fail: Callable[[str], NoReturn], count: int = 1) -> None:
 
 
 def require_torchrun(fail: Callable[[str], NoReturn], module: str) -> None:
-    """The same unless torchrun has started this process."""
+    """End the process through ``fail`` unless torchrun has started it."""
     if "LOCAL_RANK" not in os.environ:
         fail(f"start it with torchrun: torchrun --nproc-per-node 4 -m {module}")
 
 
 def require_matplotlib(fail: Callable[[str], NoReturn], plot: Path | None) -> None:
-    """The same if a plot is asked for and cannot be drawn."""
+    """End the process through ``fail`` if a plot is asked for and matplotlib is missing."""
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         fail("--plot needs matplotlib: pip install matplotlib")

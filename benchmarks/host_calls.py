@@ -1,6 +1,6 @@
 """Counts the Python calls of small sharded models, of ETP and of PyTorch's FSDP2: on two ranks over gloo, on the CPU.
 
-``python -m benchmarks.host_work --calls`` prints them. They do not depend on the machine, so a test holds them
+``python -m benchmarks.host_work --calls`` prints them. They do not depend on the machine, so a test limits them
 (``tests/multiproc/test_host_calls.py``).
 """
 
@@ -35,9 +35,9 @@ class Calls:
     """Calls of Python functions.
 
     Attributes:
-        own: of the system's own functions.
-        files: in which these are.
-        all: with those of everybody else, such as PyTorch.
+        own: calls of the system's own functions.
+        files: files in which these functions are.
+        all: calls of all functions, PyTorch's included.
     """
 
     own: int
@@ -49,7 +49,7 @@ class Calls:
 
 
 def counted[T](run: Callable[[], T], package: str) -> tuple[T, Calls]:
-    """What ``run`` returns, and its calls; ``package`` is a part of the paths of a system's files."""
+    """What ``run`` returns, and its calls; ``package`` is a part of the paths of the system's files."""
     paths: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -85,12 +85,12 @@ def linears(system: str, group: dist.ProcessGroup) -> nn.Sequential:
 
 
 def experts(number: int, group: dist.ProcessGroup) -> nn.ModuleList:
-    """Three grouped linear layers of so many experts, sharded by ETP. Collective."""
+    """Three grouped linear layers of ``number`` experts each, sharded by ETP. Collective."""
     torch.manual_seed(3)
     layers = nn.ModuleList(
         etp.GroupedLinear(number, _SIDE, _SIDE, bias=False, etp_group=group, device="cpu") for _ in range(3)
     )
-    etp.shard_module(layers, group)  # so that they know of each other
+    etp.shard_module(layers, group)  # so that each layer knows the others
     return layers
 
 
@@ -102,8 +102,8 @@ def forward_and_backward(layers: Any, package: str, *arguments: Sequence[int]) -
 
     Args:
         layers: three layers.
-        package: of :func:`counted`.
-        arguments: of each layer's forward, after its input; for experts, the number of tokens of each.
+        package: as for :func:`counted`.
+        arguments: further arguments of each layer's forward; for experts, the number of tokens of each.
     """
     x = torch.randn(sum(*arguments) if arguments else _TOKENS, _SIDE)
     for _ in range(_WARM_UP_STEPS):

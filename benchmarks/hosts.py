@@ -27,13 +27,13 @@ HOP_BETWEEN_S = 10e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """One collective, of one GPU: bytes that it receives, and that it sends.
+    """The traffic of one GPU in one collective. It sends as many bytes as it receives.
 
     Attributes:
-        network: through its network interface.
-        links: from the other GPUs of its host.
-        network_hops: between hosts, one after the other.
-        link_hops: within hosts, one after the other.
+        network: bytes through its network interface.
+        links: bytes from the other GPUs of its host.
+        network_hops: hops between hosts, one after the other.
+        link_hops: hops within hosts, one after the other.
     """
 
     network: float

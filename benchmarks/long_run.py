@@ -41,12 +41,12 @@ from megatron_patches.weight_shard_api import GRAPH_IMPLEMENTATIONS
 
 STOCK = "stock"
 STOCK_BOUND = 0.02
-"""Relative, on the mean of the absolute differences of the losses."""
+"""Bound on the mean relative difference of the losses."""
 GROWTH_BOUNDS = {"allocated": 64 << 10, "reserved": 64 << 20, "symmetric": 0, "process": 96 << 20}
-"""Bytes; allocators of whole processes keep what they once needed."""
+"""Bytes that memory may grow by; allocators of whole processes keep what they once needed."""
 ETP_TIMEOUT_S = 30
 GROUP_TIMEOUT_MIN = 1
-"""Of Megatron's own process groups, in which ranks wait that share no weights with the lost one."""
+"""Timeout of Megatron's own process groups, in which ranks wait that share no weights with the lost one."""
 END_MARGIN_S = 90.0
 """Where NCCL's own timeout comes first, as for Megatron's groups, it takes up to a minute to end the process."""
 REASON = re.compile(
@@ -164,7 +164,7 @@ class LongRuns:
         return losses
 
     def judge_same(self, what: str, found: dict[int, float], expected: dict[int, float]) -> None:
-        """Whether the losses of steps are those of another training at the same steps, bit by bit."""
+        """Judges whether the losses of steps are those of another training at the same steps, bit by bit."""
         if not found or not found.keys() <= expected.keys():
             self.judge(what, False, f"steps {sorted(found)[:3]}... are not among {sorted(expected)[:3]}...")
             return
@@ -174,7 +174,7 @@ class LongRuns:
         self.judge(what, not different, text if not different else f"{text}; first at step {different[0]}")
 
     def judge_memory(self, variant: str, training: Training) -> None:
-        """How much each rank's memory grows from a quarter of the steps on, at most."""
+        """Judges how much the memory of any rank grows from a quarter of the steps on."""
         growth = dict.fromkeys(GROWTH_BOUNDS, 0)
         for rank in range(self.options.ranks):
             steps = training.steps(rank)

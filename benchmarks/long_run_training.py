@@ -77,7 +77,7 @@ class Recorder:
             begun = time.perf_counter()
             result = train_step(forward_step, data, model, *args, **kwargs)
             losses = [float(loss) for loss in result[0].values()]
-            # Losses and norm have been read from the device: it has done the step, but for what its optimizer updates.
+            # Losses and norm have been read from the device: it has done the step, except the optimizer's updates.
             self._write(step, losses[0] if losses else None, float(result[5]), time.perf_counter() - begun, model)
             return result
 

@@ -143,7 +143,7 @@ def _model(path: str) -> None:
 
 
 def make_task(options: argparse.Namespace) -> Task:
-    """What every rank is told."""
+    """The settings that every rank gets, from the command line."""
     if options.model in MODELS:
         config, trainer = MODELS[options.model]
     else:
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[Outcome] = []
 
     def take(item: Outcome) -> None:
-        """At once, so that it is kept whatever becomes of the next way."""
+        """Prints and writes an outcome at once, so that it is kept whatever becomes of the next way."""
         found.append(item)
         print(line(item), flush=True)
         if options.json is not None:

@@ -117,7 +117,7 @@ def _place(party: int) -> Place:
 
 
 def _check() -> None:
-    """Nothing else can fail."""
+    """Raises nothing: no other party can fail."""
 
 
 def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) -> None:
@@ -149,7 +149,7 @@ def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) 
 
 
 def _turns(share: float, repeats: int) -> list[PayloadKind]:
-    """Whole and delta in turns, so that other work on the machine meets both alike."""
+    """Whole and delta in turns, so that other work on the machine affects both alike."""
     return [*PayloadKind] * (repeats if share < 1.0 else 1)
 
 

@@ -27,7 +27,7 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, 
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
-    """The median."""
+    """Median milliseconds of ``work``."""
     taken = []
     for _ in range(repeats):
         started = time.perf_counter()

@@ -72,7 +72,7 @@ class Row:
 
 
 def row(model: str, trainer: str, engine: str, found: Outcome, most_kl: float) -> Row:
-    """What an outcome says."""
+    """The row for an outcome, with its verdict."""
     agrees = found.kl <= most_kl and _TELLS * found.kl <= found.untouched_kl
     seconds = statistics.median(found.seconds.get("push", [math.nan]))
     verdict = found.failure or ("agrees" if agrees else "differs")

@@ -55,7 +55,7 @@ PITCHED, ROW_BYTES = 2 << 20, (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def tiles() -> None:
-    """The kernel, for each shape of a tile."""
+    """Times the kernel for each shape of a tile."""
     box = Box("w", (0, 0), (ROWS, COLUMNS))
     size = (ROWS * COLUMNS,)
     held = {f"s{i}": torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device="cuda") for i in range(MATRICES)}
@@ -81,7 +81,7 @@ def tiles() -> None:
 
 
 def swaps() -> None:
-    """The kernel by which a version comes to serve, for each shape of a block, beside a copy of the new weights."""
+    """Times the kernel that swaps a version in, for each shape of a block, and a copy of the new weights."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def weights() -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ def swaps() -> None:
 
 
 def copies() -> None:
-    """From the first GPU to the second."""
+    """Times copies from the first GPU to the second."""
     source = torch.randint(0, 255, (COPIED,), dtype=torch.uint8, device="cuda:0")
     target = torch.empty(COPIED, dtype=torch.uint8, device="cuda:1")
     for chunk, count, side in product((8 << 20, 32 << 20, 128 << 20, 512 << 20), (1, 2, 4), (0, 1)):
@@ -128,7 +128,7 @@ def copies() -> None:
 
 
 def runs() -> None:
-    """From the first GPU to the second, by what copies the boxes of a load."""
+    """Times copies of many runs from the first GPU to the second, by what copies the boxes of a load."""
     source = torch.randint(0, 255, (COPIED,), dtype=torch.uint8, device="cuda:0")
     target = torch.empty(COPIED, dtype=torch.uint8, device="cuda:1")
     target[:1].copy_(source[:1])  # lets the GPUs reach each other
@@ -157,7 +157,7 @@ def runs() -> None:
 
 
 def pitched() -> None:
-    """From the first GPU to the second, rows of a matrix that is twice as wide, as of a row-parallel weight."""
+    """Times copies of rows of a matrix that is twice as wide, as for a row-parallel weight, between two GPUs."""
     source = torch.randint(0, 255, (COPIED,), dtype=torch.uint8, device="cuda:0")
     target = torch.empty(COPIED // 2, dtype=torch.uint8, device="cuda:1")
     target[:1].copy_(source[:1])
@@ -175,7 +175,7 @@ def pitched() -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """What something takes until all GPUs have done it; the median."""
+    """Median seconds until all GPUs have done ``work``."""
     taken = []
     for _ in range(repeats + 1):
         _finish()

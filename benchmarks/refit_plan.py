@@ -97,7 +97,7 @@ class Measurement:
 
 
 def measure(model: str, what: str) -> Measurement:
-    """Plans in this process."""
+    """Plans in this process, and measures it."""
     clock = CpuClock()
     sides = _sides(model)
     plan = {"destination": _destination, "source": _source, "registry": _registry, "whole": _whole, "take": _take}[
@@ -209,7 +209,7 @@ class _Meeting:
 
 
 class _Member:
-    """One of them, see :class:`megatron_patches.refit.parties.agreement.Steps`."""
+    """A party of a meeting; see :class:`megatron_patches.refit.parties.agreement.Steps`."""
 
     def __init__(self, meeting: _Meeting, party: int) -> None:
         self._meeting, self.party = meeting, party

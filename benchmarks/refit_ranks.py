@@ -48,7 +48,7 @@ _HALF_STEP, _SUBNORMAL_HALF_STEP = 2.0**-4, 2.0**-10
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every rank is told; see the command line."""
+    """The settings that every rank gets; see the command line."""
 
     config: dict[str, Any]
     trainer: str
@@ -69,7 +69,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What one way came to; seconds are lists, one a repetition."""
+    """The results of one way; seconds are lists with an entry per repetition."""
 
     way: str
     failure: str = ""
@@ -83,7 +83,7 @@ class Outcome:
 
 
 def run_rank(rank: int, task: Task, results: Connection) -> None:
-    """All measurements; the first rank sends what came out."""
+    """Runs all measurements; the first rank sends the results."""
     bench = Bench(rank, task)
     floor = bench.measure_links()
     for found in bench.measure_ways():
@@ -123,7 +123,7 @@ class Weights:
         return self._held
 
     def settle(self) -> None:
-        """Nothing: no gather is under way."""
+        """Does nothing: no gather is under way."""
 
     def look_up(self) -> Memory:
         """The memory."""
@@ -319,7 +319,7 @@ class Bench:
             found.seconds.setdefault(part, []).append(committing[0])
 
     def _check(self, memory: Mapping[str, torch.Tensor], found: Outcome) -> None:
-        """Every element that arrived; then clears the worker's weights for the next way."""
+        """Compares every element that arrived, then clears the worker's weights for the next way."""
         wrong = 0
         if not self.is_source:
             wrong = sum(not torch.equal(content, values) for content, values in self._boxes(memory))
@@ -330,7 +330,7 @@ class Bench:
             found.failure = f"boxes arrived wrong, on each rank: {self._gather(wrong)}"
 
     def _close(self, found: Outcome, used: int, extra: Mapping[str, int]) -> None:
-        """Memory beyond the weights: what the GPU has given out since, or on a CPU what is known to be staged."""
+        """Notes memory beyond the weights: what the GPU has given out since, or on a CPU what is known to be staged."""
         grown = self._memory_in_use() - used
         if self.device.type == "cpu":
             grown = extra.get("pool", 0)
@@ -343,7 +343,7 @@ class Bench:
         if self.device.type == "cpu":
             return 0
         self._finish()
-        # What the way before left in cycles would count against this one.
+        # Garbage of the way before would count against this one.
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -351,7 +351,7 @@ class Bench:
 
     @contextmanager
     def _all_at_once(self) -> Iterator[list[float]]:
-        """Seconds from when all are ready until the last has done it."""
+        """Yields a list that gets the seconds from when all ranks are ready until the last has ended the body."""
         taken: list[float] = []
         self._finish()
         self._gather(None)
@@ -364,7 +364,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def _gather[T](self, value: T) -> list[T]:
-        """Over the host, so that GPUs are left alone."""
+        """Gathers a value of each rank through the host, so that GPUs are left alone."""
         found: list[Any] = [None] * (self.sources + self.workers)
         if not hasattr(self, "_talk"):
             self._talk = dist.new_group(backend="gloo")
@@ -390,7 +390,7 @@ class Bench:
         """The same random bits on every rank."""
         generator = torch.Generator(device=self.device).manual_seed(zlib.crc32(spec.name.encode()))
         dtype = _INTEGERS[spec.nbytes // spec.numel]
-        if spec.name in self.quantized:  # any bits might be infinite, or no number
+        if spec.name in self.quantized:  # random bits might be infinite, or not a number
             values = torch.randn(spec.shape, device=self.device, generator=generator)
             return values.to(getattr(torch, spec.dtype)).view(dtype)
         limits = torch.iinfo(dtype)

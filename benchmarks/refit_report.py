@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.command_line import existing_file, require_matplotlib
 
 PARTS = ("move", "verify", "commit")
-"""What a push into a server consists of, as far as it is told apart; the rest is talk."""
+"""The measured parts of a push into a server; the rest is communication between the parties."""
 
 WAYS = {
     "nccl": "vLLM's own: gathered, broadcast whole, load_weights",
@@ -38,8 +38,8 @@ class Row:
         gb_per_s: into all workers while bytes moved.
         share: of what plain sends reach, in runs that measure it.
         trainer_mib: memory beyond the weights of the busiest trainer rank; None where it was not measured.
-        engine_mib: the same of a worker; with a server, of the first way into it.
-        beside_mib: what of it is another copy of the weights, in runs with a server.
+        engine_mib: memory beyond the weights of the busiest worker; with a server, of the first way into it.
+        beside_mib: the part of ``engine_mib`` that is another copy of the weights, in runs with a server.
         kl: generation KL in nats a token, in runs with a server.
     """
 
@@ -67,7 +67,7 @@ def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
             seconds = {part: statistics.median(values) for part, values in item["seconds"].items()}
             moved = seconds.get("move", seconds["push"])
             has_server = "kl" in item
-            # Reports of before this was measured by way counted what ways before had left.
+            # Older reports did not measure this by way, and counted what earlier ways had left.
             measured, made = "made_bytes" in item or not has_server, item.get("made_bytes", {})
             found.append(
                 Row(

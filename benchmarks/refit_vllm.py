@@ -164,7 +164,7 @@ def measure(
         mesh: parallel sizes of the trainer.
         config: configuration of the model, of any form that ``family_from_config`` takes.
         folder: for the model's files and the servers' logs.
-        take: called with each outcome as soon as there is one; a server that fails is one as well.
+        take: called with each outcome as soon as there is one; the failure of a server is an outcome, too.
     """
     on_gpu = options.device == "cuda"
     engine_gpus = tuple(options.engine_gpus) if on_gpu else ()

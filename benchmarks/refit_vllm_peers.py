@@ -48,16 +48,16 @@ class Sides:
     timeout_s: float
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Of every tensor, in the order in which the model gathers them."""
+        """Name and shape of every tensor, in the order in which the model gathers them."""
         return sorted(self.model.family.shapes().items())
 
     def nbytes(self) -> int:
-        """That all workers together are sent."""
+        """Bytes that are sent to all workers together."""
         return sum(2 * math.prod(shape) for _, shape in self.shapes()) * self.workers
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No request goes on meanwhile, and none finds the old weights' cache afterwards."""
+        """Pauses the server meanwhile; afterwards, no request finds cache entries of the old weights."""
         if self.rank == 0:
             self.server.post("pause?mode=wait")
         yield
@@ -70,7 +70,7 @@ class Peer(Protocol):
     """One way; every method is collective over the trainer's ranks."""
 
     def push(self) -> dict[str, float]:
-        """Makes the engine serve the weights as they are; seconds by part, ``paused`` among them."""
+        """Makes the engine serve the current weights. Returns the seconds of each part, ``paused`` among them."""
 
 
 class NcclPeer:
@@ -156,7 +156,7 @@ class CheckpointEnginePeer:
 
 @contextmanager
 def _meanwhile(call: Callable[[], Any], timeout_s: float) -> Iterator[None]:
-    """``call`` in a thread, which has ended afterwards; its error is raised there."""
+    """Runs ``call`` in a thread meanwhile. Waits for it at the end, and raises its error."""
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(call)
         yield
@@ -168,9 +168,9 @@ class PeerKind:
     """How to measure a peer.
 
     Attributes:
-        make: gives it, on every rank.
-        backend: that vLLM's server is started with.
-        arguments: of its command line.
+        make: makes the peer, on every rank.
+        backend: weight-transfer backend with which vLLM's server is started.
+        arguments: further arguments of the server's command line.
         shares_gpus: whether trainer rank and worker must sit on one GPU, in order.
     """
 

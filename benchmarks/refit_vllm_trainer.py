@@ -28,15 +28,15 @@ _PROMPT, _LENGTH, _SAMPLES = 64, 128, 4  # tokens given, tokens drawn, texts
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every rank is told.
+    """The settings that every rank gets.
 
     Attributes:
         config: content of ``config.json``.
         mesh: how the trainer is spread.
         gpus: GPU of each rank; none for CPUs.
-        engine_gpus: of the server, whose memory is watched.
-        server_port: of the server.
-        port: where ranks meet.
+        engine_gpus: the server's GPUs, whose memory is measured.
+        server_port: the server's port.
+        port: port at which ranks meet.
         ways: what to measure: names of transports, followed by ``+in_place`` where versions replace the weights that
             serve byte by byte, or of :data:`benchmarks.refit_vllm_peers.PEERS`.
         repeats: pushes a transport.
@@ -60,25 +60,25 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What one way came to; seconds are lists, one a push.
+    """The results of one way; seconds are lists with an entry per push.
 
     Attributes:
         way: its name.
-        failure: why it failed, or nothing.
+        failure: why it failed; empty if it did not.
         prepare_s: meeting, recording, planning and proving, once.
-        nbytes: that all workers were sent by a push.
+        nbytes: bytes that a push sends to all workers together.
         seconds: ``push`` from begin to end, its parts, and ``paused``: how long no request was answered.
         trainer_bytes: the most that any rank's PyTorch had given out on its GPU beyond the model while pushing; NCCL's
             own buffers are not among it.
-        engine_bytes: what the busiest of the engine's GPUs holds more than before; None for a way whose server has been
-            pushed to another way before, and has kept that way's memory.
-        made_bytes: what the busiest worker has made: ``beside`` the weights that serve, on its device,
-            ``backup``, in its host's memory, and ``staged``, of packets (the most of either side); of ways of this
-            project alone.
+        engine_bytes: growth of the memory in use on the busiest of the engine's GPUs; None for a way whose server has
+            been pushed to in another way before, and has kept that way's memory.
+        made_bytes: bytes that the busiest worker has allocated, only for ways of this project: ``beside`` the weights
+            that serve, on its device; ``backup``, in its host's memory; ``staged``, for packets (the most of either
+            side).
         kl: generation KL of the last version, in nats a token (Schulman's k3 estimator of KL(engine, trainer)).
         log_prob_error: mean absolute difference of log-probabilities.
         largest_error: largest absolute difference.
-        untouched_kl: the same KL against the trainer's weights before the last push; shows that it can tell.
+        untouched_kl: KL against the trainer's weights before the last push; shows that KL detects a missed push.
     """
 
     way: str
@@ -106,7 +106,7 @@ def way_of(name: str) -> tuple[TransportName, MemoryMode]:
 
 
 def run_rank(rank: int, task: Task, results: Connection) -> None:
-    """All measurements; the first rank sends what came out."""
+    """Runs all measurements; the first rank sends the results."""
     trainer = Trainer(rank, task)
     for name in task.ways:
         found = trainer.measure(name)
@@ -149,9 +149,9 @@ class Trainer:
         self._engine_in_use()
 
     def _warm_up(self) -> None:
-        """What both sides take at their first work, such as ETP's slots and symmetric memory, is not the push's.
+        """Lets both sides allocate what does not belong to a push, such as ETP's slots and symmetric memory.
 
-        Nor are this process's contexts on the engine's GPUs, which looking at their memory makes.
+        This process's contexts on the engine's GPUs, which measuring their memory creates, do not belong to it either.
         """
         if self.rank == 0:
             self.server.sample([0] * _PROMPT, _LENGTH, 0)
@@ -235,7 +235,7 @@ class Trainer:
             self._all_ready()
             started = time.perf_counter()
             parts = peer.push()
-            self._note_peak()  # before it is counted anew
+            self._note_peak()  # before the count restarts
             self._all_ready()
             if push:  # the first makes communicators and allocates
                 for part, seconds in {"push": time.perf_counter() - started, **parts}.items():
@@ -259,7 +259,7 @@ class Trainer:
         found.untouched_kl = k3(theirs, self.model.log_probs(texts, _PROMPT))
 
     def _draw(self) -> list[Sample]:
-        """What the server writes now; the same on all ranks, its error too."""
+        """Samples from the server; all ranks get the same samples, or the same error."""
         answers: list[list[Sample] | ServerError | None] = [None]
         if self.rank == 0:
             generator = torch.Generator().manual_seed(5)
@@ -287,7 +287,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _engine_in_use(self) -> list[int]:
-        """Bytes, a GPU; where trainer and engine share them, this side's unused blocks do not count."""
+        """Bytes in use on each GPU; where trainer and engine share GPUs, this side's unused blocks do not count."""
         self._all_ready()
         if not self.task.gpus:
             return []
@@ -303,7 +303,7 @@ class Trainer:
         return torch.cuda.memory_allocated(self.device) if self.task.gpus else 0
 
     def _note_peak(self) -> None:
-        """What a push, since all were ready for it, has taken at most."""
+        """Records the peak memory of a push since all ranks were ready for it."""
         if self.task.gpus:
             self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
 

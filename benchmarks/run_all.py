@@ -6,8 +6,8 @@
     python -m benchmarks.run_all --gpus 2 --jobs moe --systems none,etp_copy_engine --profile
 
 The benchmark is a few jobs, the most important one first, each a `torchrun` of :mod:`benchmarks.train_step`. A job that
-dies or hangs loses the system that it was at: that is noted with its reason, and the job goes on without it as long as
-there is time. Results, logs, table and plot lie in the folder that ``--out`` names.
+dies or hangs loses the system that it was measuring: the report has the reason, and the job goes on without the system
+as long as there is time. Results, logs, table and plot lie in the folder that ``--out`` names.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from benchmarks.spawned import free_port
 from benchmarks.train_report import load, plot, table
 from benchmarks.train_shapes import SHAPES, SYSTEMS, obstacle
 
-# Importing everything on all ranks, and the first collectives.
+# Time for importing everything on all ranks, and for the first collectives.
 _START_S = 25.0
-# For processes to end by themselves once all is measured and written.
+# Time for processes to end by themselves once everything is measured and written.
 _END_S = 10.0
 # Less time than this is not worth a start.
 _SHORTEST_S = 45.0
@@ -83,7 +83,7 @@ def jobs(kinds: Sequence[str]) -> list[Job]:
 
 
 def possible(every: Sequence[Job], gpus: int, systems: Sequence[str] = tuple(SYSTEMS)) -> list[Job]:
-    """Jobs with those systems alone that are wanted and can run on so many GPUs; none without systems."""
+    """The jobs, each with only the systems that are wanted and can run on these GPUs; jobs without any are left out."""
     left = [
         replace(
             job, systems=tuple(s for s in job.systems if s in systems and not obstacle(s, SHAPES[_shape(job)], gpus))
@@ -134,7 +134,7 @@ def run_jobs(chosen: Sequence[Job], out: Path, deadline: float, start: Runner) -
 
 
 def run_job(job: Job, out: Path, deadline: float, start: Runner, *, wanted_by: float) -> None:
-    """Run a job, again without what failed if it died, until it is through or the time is up.
+    """Run a job until it is through or the time is up. If it dies, run it again without what failed.
 
     Args:
         job: what to run.
@@ -254,7 +254,7 @@ def what_went_wrong(log: str) -> str:
 
 
 def cannot_run(gpus: int) -> str:
-    """Why the benchmark cannot run here, or ""."""
+    """Why the benchmark cannot run here; empty if it can."""
     try:
         probe = subprocess.run(  # noqa: S603 - a constant
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=300

@@ -50,7 +50,7 @@ def by_memory_operations(device: torch.device) -> tuple[Signal, Signal]:
 
 
 def by_kernels(device: torch.device) -> tuple[Signal, Signal]:
-    """The same by the kernels of PyTorch's symmetric memory, in a group of one rank."""
+    """How to raise, and how to await, flags by the kernels of PyTorch's symmetric memory, in a group of one rank."""
     memory = symm_mem.rendezvous(symm_mem.empty(1, device=device), dist.group.WORLD)
 
     def put(channel: int) -> None:

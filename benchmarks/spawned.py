@@ -25,7 +25,7 @@ def run_ranks[Task, Found](
     Args:
         body: what a rank does, given its number, the task, and where to send what it has found.
         ranks: number of processes.
-        task: what every rank is told.
+        task: settings that every rank gets.
         take: called with what the first rank has sent, at once: what was found before a failure is not lost.
         limit_s: seconds that all may take.
 
@@ -54,7 +54,7 @@ def run_ranks[Task, Found](
 def _take_all[Found](
     processes: Sequence[BaseProcess], receiving: Connection, take: Callable[[Found], None], limit_s: float
 ) -> list[int]:
-    """Returns when all have ended, or those that have not when the time is over or one has failed."""
+    """Returns the ranks that have not ended when the time is over or one has failed; none once all have ended."""
     deadline = time.monotonic() + limit_s
     closed = False
     while (busy := _busy(processes)) or (not closed and receiving.poll()):

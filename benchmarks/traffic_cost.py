@@ -125,7 +125,7 @@ def timed(stepper: Stepper, microbatches: int, steps: int) -> float:
 
 
 def clocks(run: Callable[[], object]) -> tuple[float, float, float]:
-    """Of rank 0's GPU while ``run`` runs. Collective, as ``run`` is.
+    """Clock and power of rank 0's GPU while ``run`` runs. Collective, as ``run`` is.
 
     Returns:
         Mean clock in MHz, mean power in W, and the share of samples in which the power limit held the clock down; not a

@@ -33,7 +33,7 @@ from benchmarks.train_timing import slowest, time_steps, trace_steps
 _WARM_UP_STEPS = 3
 _EAGER_WARM_UP_STEPS = 2
 _TRACED_STEPS = 2
-# Of the time; traces take the rest.
+# Share of the time for timing rounds; traces take the rest.
 _ROUNDS_SHARE = 0.9
 
 
@@ -224,11 +224,11 @@ class Run:
         }
 
     def _spent(self) -> float:
-        """Which part of the time is spent; the same on all ranks."""
+        """The fraction of the time that is spent; equal on all ranks."""
         return slowest((time.monotonic() - self._begun) / self.options.seconds)[0]
 
     def _measurable(self) -> list[tuple[str, int]]:
-        """What was built on all ranks, in the same order on all: one that has failed may be further on some."""
+        """Systems and microbatches that no rank has failed at, in an order that is equal on all ranks."""
         return sorted(key for key in self.results if key[0] not in self.failures)
 
     # One system ----------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def plot(reports: Sequence[dict[str, Any]], path: Path, title: str = "") -> None
 
 
 def _first_of_each(found: Sequence[Row]) -> list[Row]:
-    """Each system once, though "none" is measured in each run."""
+    """The first row of each system, because "none" is measured in each run."""
     first: dict[tuple[str, int], Row] = {}
     for row in found:
         first.setdefault((row.system, row.microbatches), row)

@@ -23,7 +23,7 @@ SYSTEMS = {
     "etp_copy_engine_ep2": "ETP, copy_engine, and expert parallel 2",
 }
 PRECISIONS = {"bf16": "", "fp8_block": "blockwise", "fp8_tensor": "tensorwise"}
-"""Of the linear layers' GEMMs, with Megatron's name of the recipe."""
+"""Precisions of the linear layers' GEMMs, with Megatron's name of the recipe."""
 GRAPH = "_graph"
 EXPERT_PARALLEL = "_ep2"
 # Rows of an ETP shard are a multiple of this (`EtpConfig.pad_for_alignment`).
@@ -57,7 +57,7 @@ class Shape:
     head: int = 0
 
     def flops(self) -> float:
-        """Of forward and backward of one microbatch: GEMMs and causal attention, no recomputation."""
+        """FLOPs of forward and backward of one microbatch: GEMMs and causal attention, no recomputation."""
         dense = sum(count * rows * columns for count, rows, columns in self.weights()) - self.vocabulary * self.hidden
         experts = sum(rows * columns for _, rows, columns in self.expert_weights()) * self.top_k
         router = self.layers * self.experts * self.hidden
@@ -65,11 +65,11 @@ class Shape:
         return 6.0 * self.tokens() * (dense + experts + router + attention)
 
     def tokens(self) -> int:
-        """Of one microbatch."""
+        """Tokens of one microbatch."""
         return self.micro_batch * self.sequence
 
     def head_elements(self) -> int:
-        """Of one attention head."""
+        """Elements of one attention head."""
         return self.head or self.hidden // self.heads
 
     def weights(self) -> list[tuple[int, int, int]]:
@@ -128,7 +128,7 @@ def resized(name: str, layers: int | None = None, experts: int | None = None) ->
 
 
 def obstacle(system: str, shape: Shape, ranks: int) -> str:
-    """Why a system cannot run a model on so many GPUs, or ""."""
+    """Why a system cannot run a model on this number of GPUs; empty if it can."""
     parallel = expert_parallel(system, ranks)
     if system.endswith(GRAPH) and shape.experts:
         return "the host reads how many tokens each expert gets in each pass, which a CUDA graph forbids"

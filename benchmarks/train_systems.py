@@ -17,13 +17,13 @@ import torch.nn.functional as F
 
 from benchmarks.train_shapes import EXPERT_PARALLEL, GRAPH, PRECISIONS, Shape, expert_parallel, shards
 
-# Long enough for the slowest first collective; a hang must end well before whoever started the run gives up on it.
+# Long enough for the slowest first collective, and short enough that a hang ends well before the time limit of the run.
 _TIMEOUT_MINUTES = 2
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a system can be told.
+    """Options of a system.
 
     Attributes:
         prefetch_depth: of ETP.
@@ -89,10 +89,10 @@ class System:
         vars(parallel_state).update(self._parallel_state)
 
     def step(self, microbatches: int) -> None:
-        """One step of as many microbatches a GPU, on the current stream.
+        """Takes one step on the current stream, with this number of microbatches per GPU.
 
-        All ranks of a tensor-parallel group work on the same microbatch, so that a step has that many times as many:
-        every system computes the same number of tokens a GPU.
+        All ranks of a tensor-parallel group work on the same microbatch, so a step of theirs has more microbatches, by
+        the size of the group: every system computes the same number of tokens per GPU.
         """
         count = microbatches * self.tensor_ranks
         if self.options.precision != "bf16":

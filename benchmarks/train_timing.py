@@ -37,8 +37,8 @@ def time_steps(step: Callable[[], None], steps: int, warm_up: int, longest: floa
         step: enqueues a step.
         steps: how many to average.
         warm_up: steps before.
-        longest: average fewer steps, but at least 2, where that many would take more than so many seconds; going by the
-            warm-up, so without one nothing is left out.
+        longest: seconds that the steps may take: if the warm-up suggests that they would take longer, average fewer
+            steps, but at least 2. Without a warm-up, no step is left out.
     """
     begun = time.perf_counter()
     for _ in range(warm_up):
@@ -72,7 +72,7 @@ def host_ms(step: Callable[[], None], steps: int = 3) -> float:
 
 
 def steps_within(longest: float, steps: int, seconds: float) -> int:
-    """How many steps, of which each takes so many seconds, to time in a row: at most ``steps``, at least 2 of those."""
+    """How many steps of ``seconds`` each to time in a row: as many as ``longest`` allows, from 2 up to ``steps``."""
     affordable = max(_FEWEST_STEPS, round(min(longest / seconds, steps))) if seconds else steps
     return min(steps, affordable)
 

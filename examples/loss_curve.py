@@ -11,7 +11,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def in_terminal(losses: Sequence[float], width: int = 60, height: int = 8) -> str:
-    """The curve as text: a column is the mean of as many steps as share it, an eighth of a line its resolution.
+    """The curve as text: a column shows the mean of the steps that share it, to an eighth of a line.
 
     Args:
         losses: of steps 1, 2 and so on; at least one.
@@ -33,7 +33,7 @@ def in_terminal(losses: Sequence[float], width: int = 60, height: int = 8) -> st
 
 
 def draw(losses: Sequence[float], validation: float, path: Path) -> None:
-    """The curve as a picture.
+    """Draws the curve as a picture.
 
     Args:
         losses: of steps 1, 2 and so on.

@@ -23,7 +23,7 @@ _AN_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception)\b: ")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 180.0
-"""Killed, it still has to give back its memory: on a busy machine that took more than half a minute."""
+"""Seconds for a killed server to release its memory, which took more than half a minute on a busy machine."""
 
 OF_A_SERVER = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that replace weights
@@ -31,7 +31,7 @@ OF_A_SERVER = {
     "HF_HUB_OFFLINE": "1",
 }
 ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""Environment variables, the second for a build of vLLM for CPUs."""
+"""Environment variables: ``OF_A_SERVER`` for every server, these for a build of vLLM for CPUs."""
 
 
 class ServerError(Exception):

@@ -59,13 +59,13 @@ class Row:
     seconds: float | None
 
     def predicted_gib(self) -> tuple[float, float]:
-        """Between two steps, and within one."""
+        """Predicted GiB between two steps, and within one."""
         held = resident(self.model, self.layout, 0, self.training)
         peak = needed(self.model, self.layout, self.training)
         return sum(held.values()) / GIB, sum(peak.values()) / GIB
 
     def predicted_s(self, machine: Machine) -> float:
-        """Of a step."""
+        """Predicted seconds of a step."""
         return step_seconds(self.model, self.layout, self.training, machine).total()
 
 
@@ -123,7 +123,7 @@ def _row(report: str, content: dict[str, Any], result: dict[str, Any]) -> Row:
 
 
 def _table(found: Sequence[Row]) -> Table:
-    """Of one report."""
+    """The table of one report."""
     table = Table(title=f"{found[0].report}: measured, and the error of what is predicted")
     table.add_column("system", no_wrap=True)
     for column in ("GiB held", "error", "GiB peak", "error", "ms", "error"):

@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def expert_replicas(self) -> int:
-        """The same for an expert's weight."""
+        """Ranks that hold the same shard of an expert's weight."""
         return self.gpus // (self.pp * self.ep * self.expert_etp)
 
     def shards_span(self, ranks_per_host: int) -> bool:
@@ -59,11 +59,11 @@ class Layout:
         return max(dense, experts) > ranks_per_host
 
     def microbatches(self, global_batch: int) -> int:
-        """Of one step, on each pipeline."""
+        """Microbatches of one step on each pipeline."""
         return global_batch // (self.micro_batch * self.dp)
 
     def flags(self, *, experts: bool) -> list[str]:
-        """Megatron's and ETP's, without those whose value is the default.
+        """Megatron's and ETP's flags, without those whose value is the default.
 
         Args:
             experts: whether the model has any.
@@ -93,7 +93,7 @@ class Layout:
 
 
 def obstacle(model: Model, layout: Layout, global_batch: int) -> str:
-    """Why a layout cannot run, or ""."""
+    """Why a layout cannot run; empty if it can."""
     return next(_obstacles(model, layout, global_batch), "")
 
 
@@ -125,7 +125,7 @@ def _obstacles(model: Model, layout: Layout, global_batch: int) -> Iterator[str]
 def layouts(
     model: Model, gpus: int, global_batch: int, micro_batches: Sequence[int], ranks_per_host: int, max_tokens: int = 0
 ) -> list[Layout]:
-    """All that can run.
+    """All layouts that can run.
 
     Args:
         model: what is trained.

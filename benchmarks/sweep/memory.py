@@ -62,7 +62,7 @@ def stage_weights(model: Model, layout: Layout, stage: int) -> list[tuple[int, i
 
 
 def stage_experts(model: Model, layout: Layout) -> list[tuple[int, int, int]]:
-    """The same of the experts on a rank: FC1 of all of a layer's is one group, and FC2."""
+    """Number, rows and columns of the experts' matrices on a rank: a layer's FC1 are one group, its FC2 another."""
     shape = model.shape
     if not shape.experts:
         return []

@@ -39,11 +39,11 @@ class Candidate:
 
     @property
     def gib(self) -> float:
-        """Predicted, at a step's peak."""
+        """Predicted GiB at a step's peak."""
         return sum(self.memory.values()) / GIB
 
     def timed_on(self, machine: Machine, model: Model, training: Training) -> Candidate:
-        """The same with the seconds of another machine."""
+        """This candidate with its seconds predicted for ``machine``."""
         return replace(self, seconds=step_seconds(model, self.layout, training, machine))
 
 
@@ -101,7 +101,7 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def as_json(candidates: Sequence[Candidate], machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures."""
+    """All figures, for JSON."""
     return {
         "options": {name: str(value) for name, value in options.items()},
         "machine": asdict(machine),

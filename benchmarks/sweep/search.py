@@ -135,7 +135,7 @@ class Sweep:
         state: outcomes, of earlier sweeps too.
         device: name of the GPU, or "cpu".
         start: runs a layout: a command, Megatron's arguments and a time-out in seconds.
-        say: told before each run.
+        say: called with a line of text before each run, and when the time is over.
     """
 
     question: Question

@@ -30,7 +30,7 @@ class Machine:
         memory: bytes/s of the GPU's own.
         ranks_per_host: GPUs of a host.
         copy_engine_cost: share of the time of hidden traffic by which it slows down the compute beside it.
-        c10d_cost: the same of NCCL's kernels.
+        c10d_cost: that share for NCCL's kernels.
         host_per_layer: seconds in which the host enqueues a layer's forward and backward.
         host_per_etp_layer: seconds that ETP adds to that.
     """
@@ -67,12 +67,12 @@ class Seconds:
     optimizer: float
 
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.compute + self.exposed + self.hidden + self.host + self.bubble + self.optimizer
 
 
 def step_seconds(model: Model, layout: Layout, training: Training, machine: Machine) -> Seconds:
-    """Predicts a step's parts. That small GEMMs run slower than large ones is no part of the model."""
+    """Predicts a step's parts. The model ignores that small GEMMs run slower than large ones."""
     microbatches = layout.microbatches(training.global_batch)
     compute = _stage_flops(model, layout) / machine.flops_per_s
     exposed = _exposed(model, layout, machine)
@@ -95,7 +95,7 @@ def step_seconds(model: Model, layout: Layout, training: Training, machine: Mach
 
 
 def tokens_per_second(model: Model, layout: Layout, training: Training, seconds: float) -> float:
-    """Of one GPU."""
+    """Tokens per second of one GPU."""
     return training.global_batch * model.shape.sequence / seconds / layout.gpus
 
 
@@ -118,7 +118,7 @@ def calibrated(machine: Machine, predict: Callable[[Machine], float], measured_s
 
 
 def _stage_flops(model: Model, layout: Layout) -> float:
-    """Of one microbatch on a rank of the last stage, which has the output layer too."""
+    """FLOPs of one microbatch on a rank of the last stage, which also has the output layer."""
     shape = model.microbatch(layout.micro_batch)
     logits = 6.0 * shape.tokens() * shape.vocabulary * shape.hidden
     layers = (shape.flops() - logits) / layout.pp * (_RECOMPUTED if layout.recompute else 1.0)

@@ -28,7 +28,7 @@ class Step:
         number: from 0; the number of steps that the trainer's weights had been trained for.
         reward: mean over its samples.
         kl: estimate of KL(engine || trainer) before the step, in nats per token.
-        kl_reference: the same of KL(trainer || reference); None without a reference.
+        kl_reference: estimate of KL(trainer || reference), in nats per token; None without a reference.
         held_out: accuracy on held-out prompts; None if it was not measured.
         seconds: time per phase.
         sources: number of samples per engine and versions; there are several if weights changed during generation.
@@ -56,7 +56,7 @@ class Reader:
         self._logged: dict[int, Any] = {}  # by step: output may be read late, when the next step is already logged
 
     def line(self, line: str) -> Step | None:
-        """The step that a printed line completes, if it does."""
+        """The step that a printed line completes; None if it completes none."""
         if push := _PUSH.search(line):
             self._pushes[int(push[1])] = float(push[2]) + float(push[3])
         if not (iteration := _ITERATION.search(line)):

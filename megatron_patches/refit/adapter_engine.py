@@ -1,10 +1,10 @@
 """How the trainer calls an inference engine about a LoRA adapter: as about weights, but nothing is paused.
 
-[Note: adapter versions] Version 7 of the adapter ``math`` is a model ``math@7`` of its own for vLLM: requests name it,
-and cache entries are of it. So a version changes nothing that is under way: no request waits, older versions answer
-until they are dropped, and requests that run on one when it is dropped finish on it. vLLM loads an adapter from a
-folder, and may do so again at any later step, if it had no room for it meanwhile. So workers write each version that
-they have verified into a folder of its own, and remove it once neither a name nor a request refers to it.
+[Note: adapter versions] For vLLM, version 7 of the adapter ``math`` is a model of its own, ``math@7``: requests name
+it, and it has its own cache entries. So adding a version disturbs nothing: no request waits, older versions answer
+until they are dropped, and requests that run on a version when it is dropped finish on it. vLLM loads an adapter from
+a folder, and may load it again at any later step if it had to evict it. So workers write each version that they have
+verified into a folder of its own, and remove the folder once neither a name nor a request refers to the version.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class AdapterServer(Protocol):
             keep: how many versions requests may name.
 
         Returns:
-            The versions of the adapter that a name or a request still refers to. Nothing if that is unknown.
+            The versions of the adapter to which a name or a request still refers; empty if that is unknown.
 
         Raises:
-            RefitError: if it is not served; then nothing was dropped.
+            RefitError: if vLLM does not serve the version; nothing was dropped then.
         """
 
 
@@ -68,11 +68,11 @@ class AdapterEngine:
         return self.engine.world_size()
 
     def check_up(self) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self.engine.check_up()
 
     def call(self, call: Mapping[str, Any]) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         told = {**call, "adapter": self._adapter}
         if call["call"] == "join":
             self._token = call["token"]
@@ -80,14 +80,14 @@ class AdapterEngine:
         self.engine.call(told)
 
     def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - cache entries are of a version
-        """Makes the workers put a version in its place."""
+        """Makes the workers move a version's files to their final folder."""
         self.call({"call": "commit", "version": version})
 
     def add(self, version: int) -> None:
-        """Makes the engine serve a version that all workers have put in its place, and drops older ones.
+        """Makes the engine serve a version whose files are in their final folder, and drops older versions.
 
         Raises:
-            RefitError: if it does not serve it.
+            RefitError: if the engine does not serve the version.
         """
         folder = session_folder(self._folder, self._token) / version_name(self._adapter, version)
         used = self._server.add_adapter(self._adapter, version, folder, self._keep)

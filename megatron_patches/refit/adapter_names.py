@@ -29,7 +29,7 @@ def session_folder(folder: str, token: str) -> Path:
     """Where the workers of a session write its versions.
 
     Args:
-        folder: as the trainer says.
-        token: of the session. Its name is in no path, because whoever has it may join.
+        folder: the folder that the trainer names.
+        token: token of the session. The path has only a hash of it, because anyone who has the token may join.
     """
     return Path(folder) / f"etp-adapters-{hashlib.sha256(token.encode()).hexdigest()[:32]}"

@@ -35,7 +35,7 @@ class AdapterPublisher(WeightPublisher):
         model: a model with the adapter, the same on every rank, under :func:`etp.shard_module`, or under
             ``fully_shard``; see :class:`megatron_patches.refit.source.adapter.AdapterSource`.
         name: name of the adapter in requests: letters, digits, and ``._-``.
-        adapter: PEFT's name of it.
+        adapter: PEFT's name for the adapter.
         keep: how many versions requests may choose. The oldest ones beyond are dropped; requests that run on one
             finish.
         folder: absolute path of a folder on the engines' hosts. The workers of an engine write each version to a
@@ -47,8 +47,7 @@ class AdapterPublisher(WeightPublisher):
     Raises:
         UnsupportedModelError: if the model has no such adapter, or vLLM could not serve it as it is trained.
         RefitError: naming a module whose scale is not a finite number, or into whose weight the adapter is merged.
-        ValueError: if the name, the folder or the number of versions is not of this kind, or deltas or ``fan_out`` are
-            asked for.
+        ValueError: if the name, the folder or ``keep`` is invalid, or deltas or ``fan_out`` are asked for.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class AdapterPublisher(WeightPublisher):
         self._name, self._keep, self._folder = name, keep, folder
 
     def attach(self, engine: str | EngineClient) -> str:
-        """As :meth:`WeightPublisher.attach`.
+        """Attaches an engine, as :meth:`WeightPublisher.attach` does.
 
         Args:
             engine: URL of a vLLM server that was started with ``--enable-lora`` and a guard. Or any engine client
@@ -88,12 +87,12 @@ class AdapterPublisher(WeightPublisher):
         return super().attach(AdapterEngine(client, self._name, self._keep, self._folder))
 
     def publish(self, version: int, *, kv_scales: KVScalesOfLayers | None = None) -> PublishHandle:
-        """As :meth:`WeightPublisher.publish`, for the adapter: the base weights may change at any time.
+        """Sends the adapter, as :meth:`WeightPublisher.publish` sends weights. The base weights may change meanwhile.
 
         Raises:
-            ValueError: likewise; or if scales are given, which belong to the base weights.
-            RefitError: likewise; or on every rank, before anything is sent, if the adapter cannot be published as it is
-                now on some rank: its scale is not a finite number, for example.
+            ValueError: as :meth:`WeightPublisher.publish`; or if scales are given, which belong to the base weights.
+            RefitError: as :meth:`WeightPublisher.publish`; or on every rank, before anything is sent, if some rank
+                cannot publish the adapter as it is now, for example because its scale is not a finite number.
         """
         if kv_scales is not None:
             raise ValueError("kv_scales is given; scales of a KV cache are published with weights")

@@ -148,7 +148,7 @@ class Assembly:
         return self._lost is not None
 
     def gone(self, first: int = 0) -> list[str]:
-        """Parties that have disconnected, during a step or not; a sentence for each. ``first`` is the least number."""
+        """A sentence for each party, from number ``first`` on, that has disconnected, during a step or not."""
         with self._condition:
             left = self._notices.get("", {}).items()
             return [reason for party, reason in left if reason is not None and party >= first]

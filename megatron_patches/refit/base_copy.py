@@ -18,10 +18,10 @@ class BaseCopy:
         pool: pool of the buffer; None to allocate it.
 
     Attributes:
-        version: their number.
+        version: number of the base version.
 
     Raises:
-        TransferError: if they are not in host memory.
+        TransferError: if the weights are not in host memory.
     """
 
     def __init__(self, base: Base, where: str, pool: StagingPool | None) -> None:
@@ -40,7 +40,7 @@ class BaseCopy:
         return found
 
     def close(self) -> None:
-        """Returns the buffer."""
+        """Returns the buffer to the pool."""
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None

@@ -55,5 +55,5 @@ def candidates_of(version: int, sources: Sequence[Source], waiting: Sequence[str
 
 
 def encode(candidates: Candidates) -> str:
-    """As JSON, with its keys in the order above and without blanks."""
+    """The document as JSON, with its keys in the order above and without blanks."""
     return msgspec.json.encode(candidates).decode()

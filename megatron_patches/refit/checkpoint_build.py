@@ -104,7 +104,7 @@ def build_chunks(args: argparse.Namespace, sizes: ParallelSizes) -> list[torch.n
 
 
 def _ask_for_weights_alone(args: argparse.Namespace, sizes: ParallelSizes) -> None:
-    """Changes the saved arguments to those that a model needs that is only exported, at the given sizes."""
+    """Reduces the saved arguments to what a model needs that is only exported, and sets the given sizes."""
     import torch
 
     from megatron_patches import cpu

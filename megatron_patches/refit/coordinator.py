@@ -1,7 +1,7 @@
 """What the first trainer rank decides: which engines join, take a version and leave. All ranks carry it out.
 
-It decides from what is known at once, and waits for no engine. An engine begins to join when it is attached or answers
-again: this rank begins, and the lobby tells the others. What they have not heard, they learn in the next push.
+It decides from what it knows at that moment, and waits for no engine. An engine begins to join when it is attached or
+answers again: this rank begins, and the lobby tells the others. A rank that misses this learns of it in the next push.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Coordinator:
     Args:
         options: of the session.
         ranks: number of trainer ranks.
-        subscriptions: this rank's, by number; for any thread.
-        join: begins a subscription on this rank; for any thread.
+        subscriptions: returns this rank's subscriptions, by number; any thread may call it.
+        join: begins a subscription on this rank; any thread may call it.
 
     Attributes:
         roster: the engines that are to be served.
@@ -58,11 +58,11 @@ class Coordinator:
         self._is_active = False
 
     def control(self, number: int) -> EngineControl:
-        """How a subscription controls its engine."""
+        """The control of a subscription's engine."""
         return self._controls[number]
 
     def look(self) -> None:
-        """Looks which engines can take a version from others now. Any thread may call it."""
+        """Lets engines that are behind begin to take a version from others, if any can. Any thread may call it."""
         if self.fan_out is not None:
             self.fan_out.look()
 
@@ -79,7 +79,7 @@ class Coordinator:
             self.fan_out.resume()
 
     def attach(self, engine: EngineClient) -> None:
-        """Adds an engine. It begins to join at once, unless no session has begun.
+        """Adds an engine. It begins to join at once if a session has begun.
 
         Raises:
             ValueError: if it is attached already, or has the name of another engine while engines know each other.
@@ -91,7 +91,7 @@ class Coordinator:
             self._join_now(engine)
 
     def detach(self, name: str) -> None:
-        """Takes an engine out, at once for fan-out and at the next push for the trainer.
+        """Removes an engine: from fan-out at once, and from the trainer's subscriptions at the next push.
 
         Raises:
             ValueError: if there is no engine of this name.
@@ -114,27 +114,27 @@ class Coordinator:
         self._is_active = True
 
     def pause(self) -> None:
-        """Ends all that engines take from each other. Until :meth:`resume`, no engine begins to join between pushes."""
+        """Ends all fan-out. Until :meth:`resume`, no engine begins to join between pushes."""
         with self._lock:
             self._is_active, self._newcomers = False, []
             if self.fan_out is not None:
                 self.fan_out.close()
 
     def close(self) -> None:
-        """Asks no engine whether it is back, and announces none."""
+        """Stops polling engines that failed, fan-out and announcements."""
         self.roster.close()
         self.pause()
         if self._lobby is not None:
             self._lobby.close()
 
     def begin(self, engines: Sequence[EngineClient] | None) -> PushOrders:
-        """The orders that attach all engines anew.
+        """The orders that attach all engines again.
 
         Args:
             engines: the engines from now on; None for those that are attached.
 
         Raises:
-            RefitError: if there is none, and the options say that there must be.
+            RefitError: if there is no engine although the options require one.
             ValueError: if an engine is given twice, or has the name of another one while engines know each other.
         """
         with self._lock:
@@ -204,7 +204,7 @@ class Coordinator:
         return self._options.on_engine_failure is OnEngineFailure.DROP
 
     def _check_names(self, engines: Sequence[EngineClient]) -> None:
-        """Refuses a name that two engines have, with fan-out: it is what an engine that sends or takes is known by."""
+        """With fan-out, refuses two engines of one name: engines that send or take a version are identified by name."""
         names = [engine.name for engine in engines]
         shared = next((name for name in names if names.count(name) > 1), None)
         if self._options.fan_out and shared is not None:

@@ -88,7 +88,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a payload holds if it is no whole load.
+    """What a payload holds instead of a whole load.
 
     Attributes:
         base: number of the version that it is relative to.
@@ -111,7 +111,7 @@ def delta_bytes(changed: int, count: int, width: int) -> int:
 
 
 def encode(elements: Bytes, base: Bytes, width: int) -> int | None:
-    """Replaces the elements of a load by those that changed, at the start of ``elements``. ``base`` is used up.
+    """Replaces the elements of a load by those that changed, at the start of ``elements``. Overwrites ``base``.
 
     Args:
         elements: all elements of the new version; aligned to them.
@@ -156,7 +156,7 @@ def decode(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
         width: bytes per element.
 
     Raises:
-        TransferError: if the payload is not of that many elements, in rising order, within the load.
+        TransferError: if the payload does not hold that many elements, at rising places within the load.
     """
     into = base.view(f"u{width}")
     if not 0 <= changed <= into.size or payload.size != delta_bytes(changed, into.size, width):

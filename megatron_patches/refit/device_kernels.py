@@ -1,7 +1,8 @@
 """The Triton kernel that copies many strided boxes between memory and a packet, and digests them in the same pass.
 
-One launch serves all boxes of a packet, or of a model, that need the same variant, so many boxes cost the host as much
-as one. Imported only if Triton is installed. It runs on the current stream, and on a CPU under ``TRITON_INTERPRET=1``.
+One launch serves all boxes of a packet, or of a model, that need the same variant, so the cost for the host does not
+grow with their number. Imported only if Triton is installed. It runs on the current stream, and on a CPU under
+``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations

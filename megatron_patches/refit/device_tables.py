@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def loops(self) -> int:
-        """How often so many rows are processed, one group after the other."""
+        """How many groups of :attr:`rows` rows a tile processes, one after the other."""
         return BYTE_LOOPS if self.width == 1 else LOOPS
 
 

@@ -89,7 +89,7 @@ class EngineControl:
 
         Args:
             assembly: the caller's connection to the rendezvous of that meeting.
-            call: where it is, as :func:`meeting_at` says, and its ``key``.
+            call: where the meeting is, from :func:`meeting_at`, and its ``key``.
         """
         self._start(assembly, assembly.next_step, DESCRIBING, lambda: self.engine.call({**call, "call": "meet"}))
 
@@ -190,7 +190,7 @@ class EngineControl:
         self._settle(asked=False)
 
     def close(self, after: int | None = None) -> None:
-        """Closes the rendezvous; ``after`` as there. A commit under way goes on."""
+        """Closes the rendezvous; ``after`` as for :meth:`Rendezvous.close`. A commit under way continues."""
         self._caller.close(0.0)
         self.rendezvous.close(after)
 
@@ -302,7 +302,7 @@ class EngineControl:
 
 
 def meeting_at(invitation: Invitation, sources: int, options: RefitOptions, staging_bytes: int) -> dict[str, Any]:
-    """What a call tells workers of where they meet other parties, and how all of them move bytes.
+    """The fields of a call that tell workers where they meet other parties, and how all of them move bytes.
 
     Args:
         invitation: to their rendezvous.

@@ -1,10 +1,10 @@
 """How the trainer calls an inference engine, so that its workers take part in a refit.
 
 [Note: sleeping] An engine in vLLM's sleep mode has released the memory of weights and KV cache; at level 1 it keeps the
-weights in host memory, at level 2 nowhere. It answers no request until both are awake again. So it is not paused for a
-version: the weights are woken for it, and the KV cache once the workers serve it. If that fails, the cache stays
-asleep, as the weights may be of no version. vLLM 0.26.0 puts only an engine to sleep that is wholly awake, and waking
-everything would map twice what is awake already.
+weights in host memory, at level 2 nowhere. It answers no request until both are awake again. So a push does not pause
+it: it wakes the weights first, and the KV cache once the workers serve the version. If the version fails, the cache
+stays asleep, because the weights may be of no version. vLLM 0.26.0 can put an engine to sleep only if it is wholly
+awake, and waking everything would map a second time what is awake already.
 
 [Note: pausing] vLLM's route ``/pause`` takes 20 ms longer than the engine needs to come to rest, and makes the workers
 empty encoder caches, which no refittable model has. ``/sleep`` at level 0 pauses the scheduler in the same way without
@@ -61,7 +61,7 @@ class SleepMode(StrEnum):
     WAKE = "wake"
     """Wakes its weights, and its KV cache once it serves the version."""
     RESTORE = "restore"
-    """The same, and then puts it to sleep at level 1, which keeps the version in host memory."""
+    """As ``WAKE``, and then puts it back to sleep at level 1, which keeps the version in host memory."""
 
 
 class EngineClient(Protocol):
@@ -83,7 +83,7 @@ class EngineClient(Protocol):
         """Raises unless it can be reached."""
 
     def call(self, call: dict[str, Any]) -> None:
-        """Makes its workers join the rendezvous, receive a version, or abandon it."""
+        """Passes a call to all of its workers; see :class:`megatron_patches.refit.vllm.refit_call.RefitCall`."""
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
         """Makes the workers of a paused engine commit a version. ``reset_cache`` also empties its prefix caches."""
@@ -92,7 +92,7 @@ class EngineClient(Protocol):
         """Stops all requests. Returns once none is running; on an error, requests continue."""
 
     def resume(self, *, reset_cache: bool) -> None:
-        """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause goes on."""
+        """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause continues."""
 
 
 @runtime_checkable
@@ -103,14 +103,14 @@ class Sleeper(Protocol):
         """Whether it sleeps or is paused."""
 
     def wake_up(self, tag: str) -> None:
-        """Wakes its ``weights`` or its ``kv_cache``. Once both are awake, requests go on."""
+        """Wakes its ``weights`` or its ``kv_cache``. Once both are awake, requests continue."""
 
     def sleep(self) -> None:
-        """Puts it to sleep at level 1. Requests under way go on when it wakes up."""
+        """Puts it to sleep at level 1. Requests under way continue when it wakes up."""
 
 
 class Joined:
-    """Adds the token of the session that an engine joined last to later calls.
+    """Adds to later calls the token of the session that an engine joined last.
 
     Attributes:
         token: the token of that session.
@@ -290,7 +290,7 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
 
 def _identity(engine: EngineClient) -> tuple[str, int]:
     """An engine's name for messages, and a number that distinguishes it from engines of the same name."""
-    engine = getattr(engine, "engine", engine)  # of one that is called about something else, such as adapters
+    engine = getattr(engine, "engine", engine)  # the engine behind a client for something else, such as adapters
     if isinstance(engine, HttpEngine):
         return f"engine URL {engine.name}", 0
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)
@@ -321,7 +321,7 @@ class LocalEngine:
         return int(parallel.world_size_across_dp)
 
     def check_up(self) -> None:
-        """See :class:`EngineClient`. It is in this process."""
+        """Does nothing: the engine is in this process."""
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`."""

@@ -10,11 +10,11 @@ class RefitError(RuntimeError):
 
 
 class UnsupportedModelError(RefitError):
-    """The model uses a feature that the Hugging Face architecture cannot express."""
+    """The model, or what an engine's loader does with it, cannot be expressed, split or read."""
 
 
 class UnmappedParameterError(RefitError):
-    """A Megatron parameter, or a Hugging Face tensor, has no counterpart in the mapping of the model family."""
+    """A parameter of the trainer or of an engine has no Hugging Face tensor, or a tensor has no parameter."""
 
 
 class CoverageError(RefitError):
@@ -38,7 +38,7 @@ class TransferError(RefitError):
 
 
 class StaleVersionError(RefitError):
-    """Weights of a version other than the one being received."""
+    """A version other than the one being received, or one that is not newer than what an engine has served."""
 
 
 class StagingError(RefitError):
@@ -70,7 +70,7 @@ class PartyFailedError(RefitError):
 
 
 class ModelMismatchError(RefitError):
-    """Trainer and engine have settings that make two models of the same weights."""
+    """Trainer and engine have settings that make them different models, even with the same weights."""
 
 
 class UnsupportedEngineError(RefitError):

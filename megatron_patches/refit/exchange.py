@@ -33,14 +33,14 @@ class Exchange(Protocol):
         """Number of ranks."""
 
     def gather[T](self, value: T) -> list[T]:
-        """``value`` of every rank, by rank, on every rank."""
+        """The ``value`` of every rank, in rank order. Collective."""
 
 
 class NumberExchange(Exchange, Protocol):
     """Ranks that also combine numbers."""
 
     def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each number by the largest that any rank has in its place. All have as many."""
+        """Replaces each element, in place, by its largest value on any rank. Collective; shapes must be equal."""
 
 
 class SingleProcess:
@@ -54,7 +54,7 @@ class SingleProcess:
         return [value]
 
     def take_largest(self, values: torch.Tensor) -> None:
-        """Nothing: there is no other rank."""
+        """Does nothing: there is no other rank."""
 
 
 class GroupExchange:
@@ -77,7 +77,7 @@ class GroupExchange:
             raise ValueError(f"rank {dist.get_rank()} is no member of the group that was given")
 
     def gather[T](self, value: T) -> list[T]:
-        """``value`` of every rank, by rank, on every rank."""
+        """The ``value`` of every rank, in rank order. Collective."""
         import torch.distributed as dist
 
         gathered: list[T] = [value] * self.size
@@ -85,14 +85,14 @@ class GroupExchange:
         return gathered
 
     def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each number by the largest that any rank has in its place. All have as many."""
+        """Replaces each element, in place, by its largest value on any rank. Collective; shapes must be equal."""
         import torch.distributed as dist
 
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
 
 
 def default_exchange(group: ProcessGroup | None = None) -> NumberExchange:
-    """Over ``group`` or, if None, over all processes; a single process if torch.distributed is not initialized."""
+    """The exchange of ``group`` or, if None, of all processes; of one process if torch.distributed is uninitialized."""
     import torch.distributed as dist
 
     if group is None and not (dist.is_available() and dist.is_initialized()):
@@ -174,7 +174,7 @@ def together[T](exchange: Exchange, what: str, work: Callable[[], T], kind: type
 def describe_error(error: BaseException) -> str:
     """One line: the system's message and the file for an OSError, otherwise the error's message.
 
-    Of a full disk it says how much is free.
+    For a full disk, it also says how much is free.
     """
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""

@@ -183,7 +183,7 @@ class _Job:
         self._options = options
         self._progress = progress
         self._memory: Mapping[str, torch.Tensor] = {}  # this rank's storages by name, filled by _describe
-        self._quantizer: BlockQuantizer | None = None  # likewise, if the format wants one
+        self._quantizer: BlockQuantizer | None = None  # this rank's, if the format is quantized
         self._seconds: dict[str, float] = {}
 
     def run(self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None) -> ExportReport:
@@ -273,7 +273,7 @@ class _Job:
         return found[0]
 
     def _quantize(self) -> None:
-        """Replaces weights in memory by quantized copies, if the format wants that."""
+        """Replaces weights in memory by quantized copies, if the format is quantized."""
         quantizer, memory = self._quantizer, self._memory
         if quantizer is None:
             return

@@ -3,12 +3,12 @@
 An engine is behind if it has joined after a push began, failed and came back, or was still committing when a version
 was sent. It takes the version beside its subscription, so it takes part in the next push like all others. Neither the
 training loop nor other trainer ranks take part, and no serving engine is paused. :mod:`megatron_patches.refit.take`
-moves the version. With a width, a push sends to so many engines, and the others *follow*: they are behind until they
+moves the version. With a width, a push sends to that many engines, and the others *follow*: they are behind until they
 have taken the version, and all ranks can wait for that.
 
 Waves come from :func:`megatron_patches.refit.planning.fan_out.assign`: an engine that is sending is busy, engines that
-are behind are assigned to those that are not, and an engine that has committed sends as well. There is no thread of its
-own: whenever an engine has joined, or committed or given up a version, its thread looks who can begin now.
+are behind are assigned to those that are not, and an engine that has committed sends as well. Fan-out has no thread of
+its own: when an engine has joined, or has committed or given up a version, its thread checks which engines can begin.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class FanOut:
                 self._begin(behind[name], version, [free[server] for server in servers])
 
     def hold(self, reason: str) -> None:
-        """Ends what engines take from others, but for commits, until :meth:`resume`.
+        """Stops engines from taking versions from others, until :meth:`resume`. Commits under way continue.
 
-        Those that follow go on: a push waits for them, and does not send to those that are late.
+        Engines that follow also continue: a push waits for them, and does not send to those that are late.
         """
         with self._lock:
             self._is_held = True
@@ -112,7 +112,7 @@ class FanOut:
             self._is_closed = True
 
     def leave_out(self, one: Subscription) -> None:
-        """Ends what an engine takes from others, because it was detached."""
+        """Stops an engine that was detached from taking a version from others."""
         with self._lock:
             one.leave_others()
 
@@ -166,7 +166,7 @@ class FanOut:
         ]
 
     def _end_following(self, one: Subscription, known: Collection[Subscription], version: int) -> None:
-        """Ends the wait of an engine that follows if it has what it is to take, or nobody will be able to send that."""
+        """Ends the wait of an engine that follows, if it serves its version or no engine will be able to send it."""
         if one.follows < 0 or one.name in self._taking:
             return
         if one.serves >= one.follows:
@@ -191,9 +191,9 @@ class FanOut:
             ready: numbers of those that can take part.
 
         Returns:
-            Numbers of those to which the trainer sends, and of those that follow. Engines with the oldest versions are
-            sent to first, so that none waits for ever if pushes come too fast, and of equally old ones those that can
-            send it to others. One that can is among them; if there is none, all are sent to.
+            Numbers of those to which the trainer sends, and of those that follow. The trainer chooses engines with the
+            oldest versions first, so that none waits for ever if pushes come too fast, and of equally old ones those
+            that can send to others. At least one that can is among them; if there is none, the trainer sends to all.
         """
         width = len(ready) if self._options.fan_out_width is None else self._options.fan_out_width
         with self._lock:
@@ -215,7 +215,7 @@ class FanOut:
     def _assign(
         self, free: list[str], behind: Mapping[str, Subscription], version: int
     ) -> Iterator[tuple[str, list[str]]]:
-        """Servers for engines that are behind. One that has failed takes from one that it has not taken from before."""
+        """Yields engines that are behind, with their servers. One that has failed gets a server that is new to it."""
         fresh = []
         for name in behind:
             failures = self._failed(name, version)
@@ -232,7 +232,7 @@ class FanOut:
         ):
             places.setdefault(share.receiver, []).append(share.server)
         waiting, left = list(places), list[list[str]]()
-        for servers in places.values():  # receivers are alike, so whoever has a plan for a place takes it
+        for servers in places.values():  # receivers are alike, so one with a plan for these servers gets them
             known = [name for name in waiting if behind[name].met == servers]
             if known:
                 waiting.remove(known[0])
@@ -255,5 +255,5 @@ def _newest(known: Collection[Subscription]) -> int:
 
 
 def _able(known: Collection[Subscription], version: int) -> list[Subscription]:
-    """Those that can send a version, now or once they have sent it to others."""
+    """Engines that can send a version, now or once they have sent it to others."""
     return [one for one in known if one.can_send and one.is_idle and one.serves == version >= 0]

@@ -27,7 +27,7 @@ def model_flags(config: Mapping[str, object]) -> list[str]:
         config: content of ``config.json``.
 
     Raises:
-        UnsupportedModelError: if no Megatron model here is the same; with each reason.
+        UnsupportedModelError: if no Megatron model here computes the same; with each reason.
     """
     family = family_from_config(config)
     reasons = list(unsupported(config))

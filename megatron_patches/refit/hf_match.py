@@ -61,7 +61,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
 )
 """Megatron's flag of each field of a ``config.json``."""
 
-# Of no meaning to a loaded model, or compared apart.
+# Fields that mean nothing for loaded weights, and fields that are compared separately.
 _NOT_COMPARED = frozenset(
     {
         "architectures",
@@ -74,7 +74,7 @@ _NOT_COMPARED = frozenset(
         "vocab_size",
     }
 )
-# Fields that no traits have, because each family has one value of them.
+# Fields that are not in the traits, because each family has one value for them.
 _OUTSIDE_TRAITS = ("hidden_act", "mlp_hidden_act", "scoring_func", "use_sliding_window")
 
 

@@ -28,7 +28,7 @@ from megatron_patches.refit.source.config_traits import family_from_config, read
 if TYPE_CHECKING:
     import torch
 
-# What Megatron asks of every run, and that no model depends on.
+# Flags that Megatron requires of every run, and on which no model depends.
 _RUN = (
     "--seq-length 1 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1"
     " --no-save-optim --no-save-rng --ckpt-format torch_dist"
@@ -113,7 +113,7 @@ def _arguments(flags: Sequence[str], save: Path) -> argparse.Namespace:
 
 @contextmanager
 def _command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Megatron parses ``sys.argv``, and checks it against the number of processes; the model's flags are for one."""
+    """Replaces ``sys.argv``, which Megatron parses, and the number of processes, which it checks against the flags."""
     argv, world = sys.argv, os.environ.get("WORLD_SIZE")
     sys.argv = ["import", *arguments]
     os.environ["WORLD_SIZE"] = "1"
@@ -131,7 +131,7 @@ def _save(chunks: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
     """Writes what Megatron calls a release: weights of no iteration, with which a run starts at step 0.
 
     Raises:
-        LoadError: if that fails. Megatron writes in processes of which it tells hardly more than that one has failed.
+        LoadError: if that fails. Megatron writes in subprocesses, and reports little more than that one has failed.
     """
     from megatron.training.checkpointing import save_checkpoint
     from megatron.training.global_vars import set_args

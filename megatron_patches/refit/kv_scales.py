@@ -25,9 +25,9 @@ class KVScales:
 
     Attributes:
         k_scale: what keys are divided by before they are stored; positive.
-        v_scale: likewise, values.
-        q_scale: likewise, queries, in engines that compute attention in FP8; None leaves the engine's own.
-        prob_scale: likewise, the probabilities.
+        v_scale: what values are divided by before they are stored; positive.
+        q_scale: scale of queries, in engines that compute attention in FP8; None leaves the engine's own.
+        prob_scale: scale of the attention probabilities, in such engines; None leaves the engine's own.
     """
 
     k_scale: float

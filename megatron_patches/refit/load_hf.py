@@ -78,7 +78,7 @@ class LoadReport:
     seconds: float
 
     def lines(self) -> Iterator[str]:
-        """What users should know of it."""
+        """Messages to the user about the load."""
         yield (
             f"{self.architecture}, {self.tensors} tensors of {self.nbytes / 1e6:.1f} MB in {self.seconds:.1f} s, at "
             f"most {max(self.bytes_by_rank) / 1e6:.1f} MB on a rank; digests agree"
@@ -184,7 +184,7 @@ class _Job:
         return self._together(read)
 
     def verify(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Compares what the model holds now, described anew, with the files; also tensors that repeat others."""
+        """Describes the model again, and compares what it holds with the files; also tensors that repeat others."""
 
         def verify() -> None:
             held = self._describe(chunks)
@@ -260,7 +260,7 @@ def _elements(shard: ParamShard, vocab_size: int) -> int:
 
 
 def _check_complete(shards: Sequence[ParamShard], wanted: Manifest, vocab_size: int) -> None:
-    """Shows that the boxes of every parameter have as many elements as it has; that they share none is proved apart.
+    """Shows that the boxes of every parameter have as many elements as it has. The proof shows that none overlap.
 
     Raises:
         LoadError: with the first parameter that would keep elements of its initial value.

@@ -76,7 +76,7 @@ class Load:
 
     @property
     def key(self) -> LoadKey:
-        """What tells it from all other loads."""
+        """Source, destination and number, which identify the load."""
         return self.source, self.destination, self.number
 
     @cached_property
@@ -134,7 +134,7 @@ def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | 
 
 
 def _aligned(items: Sequence[Transfer]) -> tuple[Transfer, ...]:
-    """Wider elements first."""
+    """The transfers, those with wider elements first."""
     return tuple(sorted(items, key=lambda item: -itemsize(item.dtype)))
 
 
@@ -154,7 +154,7 @@ def fill(items: Sequence[Transfer], limit: int | None) -> Iterator[tuple[int, li
     """Distributes transfers, in order, into groups of at most ``limit`` bytes. Larger transfers are cut.
 
     Returns:
-        The groups, each with the index of the transfer that it starts with, or with a part of.
+        The groups, each with the index of its first transfer, of which it may hold only a part.
     """
     if limit is None:
         limit = max(1, sum(item.nbytes for item in items))

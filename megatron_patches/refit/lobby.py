@@ -23,14 +23,14 @@ from megatron_patches.refit.rendezvous import listen
 
 logger = logging.getLogger(__name__)
 
-_LISTENS = b"\1"  # what a socket of this kind is told of one that listens
+_LISTENS = b"\1"  # what an XPUB socket receives for each new subscriber
 _LISTENING_S = 10.0  # for other ranks to listen, and for one connection to be set up
-_PING_S = 10.0  # so that nothing between two machines takes the connection for dead
+_PING_S = 10.0  # so that no firewall between two machines drops an idle connection
 _MOST_BYTES = 1 << 20
 
 
 class Announcer:
-    """The first rank's side. Only those that know the invitation's token are told anything.
+    """The first rank's side. Only ranks that know the invitation's token hear announcements.
 
     Args:
         host: address of this machine at which other ranks reach it.
@@ -48,7 +48,7 @@ class Announcer:
         self._context, self._lock = zmq.Context(), threading.Lock()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.linger = 0
-        self._socket.xpub_verbose = True  # tells of each that listens
+        self._socket.xpub_verbose = True  # reports every subscriber
         self._socket.handshake_ivl = round(_LISTENING_S * 1000)
         self._socket.heartbeat_ivl = round(_PING_S * 1000)
         public, self._socket.curve_secretkey = zmq.curve_keypair()
@@ -61,7 +61,7 @@ class Announcer:
         self.invitation = Invitation(host, port, raw_key(public).hex(), _LISTENING_S)
 
     def wait_for_all(self) -> None:
-        """Waits until all listen; not forever, and not again."""
+        """At the first call, waits up to 10 seconds until all other ranks listen. Logs if some do not."""
         deadline = time.monotonic() + _LISTENING_S
         with self._lock:
             while self._missing and self._socket.poll(max(0, round((deadline - time.monotonic()) * 1000))):
@@ -83,7 +83,7 @@ class Announcer:
                 self._socket.send(msgspec.msgpack.encode(newcomer))
 
     def close(self) -> None:
-        """Ends it. Those that listen hear nothing more."""
+        """Closes the socket. Listeners hear nothing more."""
         with self._lock:
             self._context.destroy(linger=0)
 
@@ -92,7 +92,7 @@ class Listener:
     """Another rank's side, which listens in a thread of its own.
 
     Args:
-        invitation: of :class:`Announcer`.
+        invitation: from :class:`Announcer`.
         heard: called in a thread with each engine that is announced.
     """
 
@@ -102,7 +102,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops listening."""
         self._is_closed.set()
         self._thread.join()
 

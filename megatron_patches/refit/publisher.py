@@ -1,7 +1,7 @@
 """Publishes versions of a model's weights to running engines that come and go.
 
 It is a :class:`megatron_patches.refit.session.RefitSession` for programs: engines by their URL, a session that prepares
-itself, and a handle for what goes on after a version was sent.
+itself, and a handle on the commits that continue after a version was sent.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class WeightPublisher:
             :func:`etp.shard_module`, or under ``fully_shard`` (FSDP2); see
             :class:`megatron_patches.refit.source.modules.ModuleSource`. Or, with ``vocab_size``, a model of Megatron:
             one GPTModel per virtual pipeline stage, wrapped or not.
-        vocab_size: of a model of Megatron, number of tokens; embedding rows beyond it are padding. None for others.
-        config: of other models, content of ``config.json``, with which engines compare their own. None for the module's
-            ``config``, as models of transformers have it; empty to compare only names, shapes and dtypes.
+        vocab_size: for a Megatron model, number of tokens; embedding rows beyond it are padding. None for others.
+        config: for other models, content of ``config.json``, with which engines compare their own. None for the
+            module's ``config``, as models of transformers have it; empty to compare only names, shapes and dtypes.
         options: how to push; the same on all ranks. None for the defaults with :attr:`OnEngineFailure.DROP`.
         group: ranks that hold the model, replicas included; None for all processes.
-        tp_group: of a model of Megatron, tensor-parallel group; None for Megatron's own.
+        tp_group: for a Megatron model, tensor-parallel group; None for Megatron's own.
 
     Raises:
         UnsupportedModelError: if a module has no configuration and none is given, or is in FSDP1.
@@ -70,7 +70,7 @@ class WeightPublisher:
 
         An engine that is attached before the first :meth:`publish` receives that version. A later one begins to join at
         once, without delaying the others, and receives the first version after it has joined. With ``options.fan_out``,
-        it takes the version that other engines serve from them meanwhile.
+        it meanwhile takes the current version from the engines that serve it.
 
         Args:
             engine: URL of a vLLM server, or any :class:`megatron_patches.refit.engines.EngineClient`.
@@ -111,10 +111,11 @@ class WeightPublisher:
             kv_scales: on the first rank, scales of the engines' KV caches in FP8; see :meth:`RefitSession.push`.
 
         Raises:
-            PartyFailedError: on every rank. At the first call, or when other layers have scales than before, if an
-                engine serves another model or cannot take the scales, or none can be reached. If a scale is not
-                positive and finite. With :attr:`OnEngineFailure.RAISE`, at any call, if an engine fails or did not
-                commit the version before; the next call connects to all of them again. Old weights keep serving.
+            PartyFailedError: on every rank; old weights keep serving. At the first call, and at one with scales of
+                other layers than before: if an engine serves another model or cannot take the scales, or none can be
+                reached. At any call: if a scale is not positive and finite. At any call with
+                :attr:`OnEngineFailure.RAISE`: if an engine fails, or did not commit the version before; the next call
+                connects to all engines again.
             ValueError: if ``version`` is negative or not later than the last one.
             RefitError: if the publisher was closed.
         """
@@ -140,7 +141,7 @@ class WeightPublisher:
         return self._session.candidates()
 
     def state(self) -> Mapping[str, Standing]:
-        """What each engine is at, and on the first rank whom it waits for, by name. Any thread may ask."""
+        """The state of each engine by name, and on the first rank whom it waits for. Any thread may ask."""
         return self._session.state()
 
     def close(self) -> None:
@@ -174,8 +175,8 @@ class PublishHandle:
     """A version that was sent, and that engines commit. Its methods wait for no other rank.
 
     Args:
-        report: of sending it.
-        commits: for each engine that received it, what becomes of it.
+        report: the report of sending it.
+        commits: by engine that received it, a future of what becomes of it there.
     """
 
     def __init__(self, report: PushReport, commits: Mapping[str, Future[EngineReport]]) -> None:
@@ -202,7 +203,7 @@ class PublishHandle:
             sent (``nbytes``), and why it failed (``reason``).
 
         Raises:
-            TimeoutError: naming the engines that have not said so in time.
+            TimeoutError: naming the engines that neither serve the version nor have failed in time.
         """
         late = wait(self._commits.values(), timeout_s).not_done
         if late:

@@ -27,10 +27,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
-    """Adds what says which checkpoint to push, to which servers, and how.
+    """Adds the options that say which checkpoint to push, to which servers, and how.
 
     Args:
-        parser: of the command.
+        parser: parser of the command.
         while_doing: "pushing", for the help.
     """
     checkpoint_model.add_options(parser, while_doing)

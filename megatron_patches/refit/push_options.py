@@ -34,11 +34,11 @@ class Fate(StrEnum):
     SERVES = "serves"
     """It serves the version."""
     SENT = "sent"
-    """It has received the version and commits it."""
+    """It has received the version and is committing it."""
     TAKES = "takes"
     """It takes the version from other engines."""
     LAGS = "lags"
-    """It still commits an earlier version, or takes it from others, so it misses this one and stays subscribed."""
+    """It is still committing or taking an earlier version, so it misses this one; it stays subscribed."""
     JOINING = "joining"
     """It is joining, and takes part in a later version."""
     JOINED = "joined"
@@ -72,15 +72,15 @@ class RefitOptions:
         allow_narrowing: whether an engine may keep a weight in a dtype that cannot hold every value of the trainer's,
             if its own loader would round a checkpoint in the same way. Otherwise :meth:`RefitSession.prepare` refuses.
         lease_s: seconds without a message from this process after which engines continue without it: a paused server
-            with its old or new weights, a worker that is receiving with the old ones. Likewise, seconds after which the
+            with its old or new weights, a worker that is receiving with the old ones. Also the seconds after which the
             trainer gives up a worker whose process is stopped, or whose machine or network is lost.
         on_engine_failure: what a push does when an engine fails.
-        lag_s: with :attr:`OnEngineFailure.DROP`, seconds that a push waits for an engine that still commits the version
-            before; then the engine misses this version.
-        fan_out: whether an engine that joins late, comes back or missed a version takes the one that others serve from
-            these engines, instead of waiting for the next push. Engines then connect to each other. Not with ``c10d``.
+        lag_s: with :attr:`OnEngineFailure.DROP`, seconds that a push waits for an engine that is still committing the
+            version before; then the engine misses this version.
+        fan_out: whether an engine that joins late, comes back or missed a version takes the current one from engines
+            that serve it, instead of waiting for the next push. Engines then connect to each other. Not with ``c10d``.
         fan_out_width: with ``fan_out``, to how many engines a push sends the version. The others take it from these, in
-            waves. An engine that cannot take one from others is sent later ones as well. None to send to all.
+            waves. Later pushes also send to an engine that could not take a version from others. None to send to all.
     """
 
     transport: TransportName | None = None
@@ -173,7 +173,7 @@ class EngineReport:
     """What became of one engine in a push.
 
     Attributes:
-        fate: what.
+        fate: what became of it.
         seconds: how long each state of its subscription lasted, by name of the state, on this rank.
         nbytes: bytes of weights sent to it by all ranks.
         reason: why it failed; None if it did not.
@@ -200,7 +200,7 @@ class PushReport:
             in which an engine began no request, from the call to pause. Parts of ``send``: ``look_up`` of the weights,
             on the slowest rank; and on the slowest worker ``allocate`` memory beside the serving weights, ``move``
             (packing, transfer and unpacking, which overlap, plus any wait for ``look_up``), and ``verify``.
-        engines: what became of each engine, by name, the same on all ranks but for seconds.
+        engines: what became of each engine, by name; equal on all ranks except for ``seconds``.
     """
 
     version: int

@@ -16,8 +16,8 @@ class Newcomer:
     """An engine that begins to join.
 
     Attributes:
-        number: of its subscription, the same on all ranks.
-        name: of the engine.
+        number: number of its subscription, the same on all ranks.
+        name: name of the engine.
         invitation: to its rendezvous.
         staging_bytes: staging memory of the subscription on each rank.
     """

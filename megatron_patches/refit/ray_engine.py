@@ -14,9 +14,9 @@ METHOD = "refit"
 class RefitActor:
     """Base of an actor's class that has a vLLM ``LLM`` object; :class:`RayEngine` is the trainer's side.
 
-    An actor runs one call at a time, unless it is told otherwise. So a refit waits for a call of ``generate`` that is
-    under way, and nothing runs while a version is committed. An actor that runs several calls at a time must keep
-    ``generate`` from running between a ``pause`` and the ``resume`` after it.
+    By default, an actor runs one call at a time. So a refit waits for a call of ``generate`` that is under way, and
+    nothing runs while a version is committed. An actor that runs several calls at a time must keep ``generate`` from
+    running between a ``pause`` and the ``resume`` after it.
 
     Args:
         llm: the object, made with ``weight_transfer_config={"backend": "etp"}``.
@@ -54,23 +54,23 @@ class RayEngine:
         return int(self._call("world_size"))
 
     def check_up(self) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self._call("check_up")
 
     def call(self, call: dict[str, Any]) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self._call("call", dict(call))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self._call("commit", version, reset_cache=reset_cache)
 
     def pause(self, mode: PauseMode) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self._call("pause", mode)
 
     def resume(self, *, reset_cache: bool) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self._call("resume", reset_cache=reset_cache)
 
     def is_sleeping(self) -> bool:
@@ -78,11 +78,11 @@ class RayEngine:
         return bool(self._call("is_sleeping"))
 
     def wake_up(self, tag: str) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.Sleeper`."""
         self._call("wake_up", tag)
 
     def sleep(self) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.Sleeper`."""
         self._call("sleep")
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
@@ -94,8 +94,8 @@ def answer_of(name: str, method: str, called: Any, timeout_s: float) -> Any:
     """What an actor's method returns.
 
     Args:
-        name: of the engine, for messages.
-        method: likewise.
+        name: name of the engine, for messages.
+        method: name of the method, for messages.
         called: the reference that the call returned.
         timeout_s: seconds to wait, the calls before it in the actor's queue included.
 

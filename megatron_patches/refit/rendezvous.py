@@ -132,7 +132,7 @@ class Rendezvous:
             self._size = parties
 
     def give_up(self, reason: str) -> None:
-        """Fails every step from now on, whoever has not taken part in it."""
+        """Fails every step from now on, without waiting for parties that have not taken part in it."""
         with self._lock:
             self._given_up = reason
 

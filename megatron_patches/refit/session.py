@@ -56,13 +56,13 @@ class RefitSession:
         model: this rank's part of the model. Of Megatron, one GPTModel per virtual pipeline stage, wrapped or not;
             otherwise a module, see :class:`megatron_patches.refit.source.modules.ModuleSource`, or a source.
         engines: on the first rank, the engines; ignored on other ranks, where an empty list will do.
-        vocab_size: of a model of Megatron, number of tokens; embedding rows beyond it are padding and are not sent.
+        vocab_size: for a Megatron model, number of tokens; embedding rows beyond it are padding and are not sent.
             None for other modules.
-        config: of another module, content of ``config.json``; None for that of the module itself.
+        config: for other modules, content of ``config.json``; None for that of the module itself.
         options: how to push; the same on all ranks. None for the defaults.
         group: ranks that hold the model, replicas included; None for all processes.
-        tp_group: of a model of Megatron, tensor-parallel group; None for Megatron's own.
-        telemetry: on the first rank, is told what each version cost at each engine; None for the log alone.
+        tp_group: for a Megatron model, tensor-parallel group; None for Megatron's own.
+        telemetry: on the first rank, receives what each version cost at each engine; None to log it only.
 
     Raises:
         UnsupportedModelError: if a module has no configuration and none is given.
@@ -116,7 +116,8 @@ class RefitSession:
 
         Args:
             engines: on the first rank, the engines to push to from now on; None keeps the current ones.
-            kv_scales: on the first rank, scales as of :meth:`push`, which then need not prepare again for them.
+            kv_scales: on the first rank, scales as for :meth:`push`, so that a push of the same layers need not prepare
+                again.
 
         Returns:
             Digest of the plans.
@@ -174,7 +175,7 @@ class RefitSession:
         return "+".join(sorted({one.party.agreed.digest for one in self._subscriptions.open.values()}))
 
     def _check_described(self, error: BaseException | None) -> None:
-        """Raises if a rank could not describe what it holds, and there is no engine whose joining would fail of it.
+        """Raises if a rank could not describe what it holds. For sessions without engines, whose joining would fail.
 
         Raises:
             PartyFailedError: on every rank, with every reason.
@@ -188,8 +189,8 @@ class RefitSession:
     def attach(self, engine: EngineClient) -> None:
         """Attaches an engine, on the first rank, at any time. It begins to join at once, and delays nobody.
 
-        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it takes the version
-        that other engines serve from them meanwhile.
+        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it meanwhile takes the
+        current version from the engines that serve it.
 
         Raises:
             ValueError: if it is attached already.
@@ -219,7 +220,7 @@ class RefitSession:
         return encode(fan_out.candidates())
 
     def state(self) -> Mapping[str, Standing]:
-        """What each engine's subscription is at, and on the first rank whom it waits for. Any thread may ask."""
+        """The state of each engine's subscription, and on the first rank whom it waits for. Any thread may ask."""
         return {one.name: one.standing for one in self._subscriptions.all.values()}
 
     def push(self, version: int, *, wait: bool = True, kv_scales: KVScalesOfLayers | None = None) -> PushReport:
@@ -264,7 +265,7 @@ class RefitSession:
                 one.follow(version)
         seconds = {"send": time.perf_counter() - began}
         outcomes = self._subscriptions.outcomes({number: one.sent for number, one in taking.items()})
-        if not self._drops:  # whoever calls prepare() next wants no engine to be busy or paused
+        if not self._drops:  # the caller's next prepare() needs engines that are neither busy nor paused
             self._give_up({number: taking[number] for number in failures(outcomes)}, outcomes)
         if wait:
             committed = self._subscriptions.outcomes(commits_of(taking | following))
@@ -349,9 +350,9 @@ class RefitSession:
             self._snapshot.take(version, look_up())
 
     def _give_up(self, failed: Mapping[int, Subscription], outcomes: dict[int, PartOutcome]) -> None:
-        """Waits until engines that failed to receive a version have given it up, and adds why that failed, if it did.
+        """Waits until engines that failed to receive a version have given it up. If that fails too, adds the reason.
 
-        Collective, unless there are none.
+        Collective, unless there are no such engines.
         """
         if failed:
             for number, stuck in self._subscriptions.outcomes(commits_of(failed)).items():
@@ -423,7 +424,7 @@ class RefitSession:
         return Trainer(rank, name, str(device), stream, described, self._telemetry)
 
     def _turns(self, taking: Mapping[int, Subscription]) -> list[list[Subscription]]:
-        """Subscriptions that may send at the same time. Over NCCL one at a time does, in the same order on all ranks.
+        """Groups of subscriptions that may send at the same time. Over NCCL, each is alone, in an order equal on ranks.
 
         Otherwise kernels of several engines' communicators could wait for each other on one GPU.
         """

@@ -59,7 +59,7 @@ class Subscription:
         served: done once the last version serves, or has failed.
         lags: whether it has missed a version because it was committing another, so that no push waits for it again.
         serves: on the first rank, number of the version that its workers have committed; -1 if that is not known.
-        follows: likewise, number of the version that it is to take from other engines; -1 if there is none.
+        follows: on the first rank, number of the version that it is to take from other engines; -1 if there is none.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Subscription:
         self._assembly: Assembly | None = None
         self._party: SourceParty | None = None
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
-        self._planning_s = 0.0  # until a version has been charged for it
+        self._planning_s = 0.0  # seconds of joining that no version has been charged for
         self.lags, self.serves, self._is_closed = False, -1, False
         self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
-        self._take: Take | None = None  # of the last version, if it came from other engines
+        self._take: Take | None = None  # the last version's, if it came from other engines
         self._meeting: Meeting | None = None  # with those from which it came last
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
@@ -91,7 +91,7 @@ class Subscription:
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
         self.follows = -1
-        self._ended = self.served  # what was begun last; other than what it serves if it follows
+        self._ended = self.served  # of what was begun last; differs from ``served`` if it follows
         self.joined = self._run(self._join)
         self._run(self._tell_change)
 
@@ -184,7 +184,7 @@ class Subscription:
 
     @property
     def standing(self) -> Standing:
-        """What it is at."""
+        """Its current state."""
         return self._log.standing(self._awaited)
 
     def _awaited(self, state: State) -> list[str]:
@@ -232,7 +232,7 @@ class Subscription:
         """
         served, version, self.follows = self.served, self.follows, -1
 
-        def tell() -> None:  # in the worker's thread, for whoever waits may do more than is known here
+        def tell() -> None:  # in the worker's thread, because callbacks of those who wait may do anything
             paused_s = 0.0 if self._control is None else self._control.paused_s
             self._tell_others(version, reason)
             if reason is None:
@@ -245,8 +245,8 @@ class Subscription:
     def take(self, take: Take) -> None:
         """On the first rank, starts to take a version from other engines. The engine commits it by itself.
 
-        Other ranks take no part. If the version does not come, the engine serves on what it serves, and is not taken
-        for failed. Only while it is idle and, unless it follows, no push begins.
+        Other ranks take no part. If the version does not come, the engine keeps serving its old one, and does not count
+        as failed. Call it only while the subscription is idle and, unless it follows, no push begins.
         """
         self._take = take
         self._ended = self._serve_after(self._run(lambda: self._receive(take)), take.version)
@@ -302,7 +302,7 @@ class Subscription:
         """What became of the last version at this engine.
 
         Args:
-            fate: what, if there is no ``reason``.
+            fate: what became of it, if there is no ``reason``.
             reason: why it failed.
         """
         sent = self.sent.done() and self.sent.exception() is None
@@ -314,10 +314,10 @@ class Subscription:
         )
 
     def close(self) -> Future[None]:
-        """Ends the subscription: whatever is under way fails, but for a commit, which goes on.
+        """Ends the subscription: whatever is under way fails, except a commit, which continues.
 
         Returns:
-            Done once the other parties have received what was on its way to them.
+            A future that is done once the other parties have received what was on its way to them.
         """
         self._is_closed = True
         if self._party is not None:
@@ -343,7 +343,7 @@ class Subscription:
             raise RefitError(
                 f"version {self.standing.version} was pushed before, and {self.name} has not said how its commit went"
             ) from error
-        except RefitError as error:  # whoever pushed it was told
+        except RefitError as error:  # its pusher has the error already
             logger.debug("refit: %s", error)
 
     def _join(self) -> None:
@@ -472,7 +472,7 @@ class Subscription:
                 control.commit(version, lambda: self._confirm(version, control))
             else:
                 control.give_up()  # in place, the workers have restored the old weights
-        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised by the caller
+        except Exception as error:  # noqa: BLE001 - reported to all ranks, and raised by the caller
             doing = "committing" if arrived else "giving up"
             return f"{doing} version {version} failed: {describe_error(error)}{control.left_asleep}"
         return None

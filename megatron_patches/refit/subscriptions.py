@@ -19,7 +19,7 @@ from megatron_patches.refit.trainer_rank import Trainer
 
 
 class Subscriptions:
-    """Those of one trainer rank. They follow the first rank's orders, so that all ranks have the same.
+    """The subscriptions of one trainer rank. They follow the first rank's orders, so all ranks have the same ones.
 
     A subscription may begin on one rank before others know of it. It counts once the ranks have agreed on it.
 
@@ -29,17 +29,17 @@ class Subscriptions:
 
     Attributes:
         open: those that all ranks have, by number. It is replaced, not changed, because other threads read it.
-        coordinator: on the first rank, what decides; None on others.
+        coordinator: on the first rank, decides who joins, takes part and leaves; None on other ranks.
     """
 
     def __init__(self, exchange: Exchange, options: RefitOptions) -> None:
         self._exchange, self._options = exchange, options
         self.open: Mapping[int, Subscription] = {}
-        self._early: Mapping[int, Subscription] = {}  # likewise, those on which ranks have not agreed
-        self._closed: dict[str, Subscription] = {}  # the last of each engine
-        self._next = 0  # the ranks have agreed on all below, and on this rank
+        self._early: Mapping[int, Subscription] = {}  # by number, those on which the ranks have not agreed yet
+        self._closed: dict[str, Subscription] = {}  # the last closed one of each engine, by name
+        self._next = 0  # the ranks have agreed on all with lower numbers
         self._trainer: Trainer | None = None
-        self._lock = threading.Lock()  # for newcomers, of which any thread may tell
+        self._lock = threading.Lock()  # for newcomers, which any thread may report
         self._listener: Listener | None = None
         self.coordinator: Coordinator | None = None
         if exchange.rank == 0:
@@ -47,7 +47,7 @@ class Subscriptions:
 
     @property
     def all(self) -> Mapping[int, Subscription]:
-        """Those of this rank. Any thread may ask."""
+        """All subscriptions of this rank, by number. Any thread may ask."""
         return {**self._early, **self.open}
 
     def hear(self, newcomer: Newcomer) -> None:
@@ -60,8 +60,11 @@ class Subscriptions:
         """Carries out on all ranks what the first rank decides. Collective, and waits for no engine.
 
         Args:
-            decide: what the first rank asks its coordinator.
+            decide: returns the orders of the first rank's coordinator.
             trainer: this rank.
+
+        Returns:
+            The orders.
 
         Raises:
             PartyFailedError: on every rank, if it decides that the push fails.
@@ -98,7 +101,7 @@ class Subscriptions:
             self.coordinator.roster.drop(engine, cost_s)
 
     def end_all(self) -> None:
-        """Ends all, and waits until the other parties have received what was on its way to them."""
+        """Ends all subscriptions, and waits until the other parties have received what was on its way to them."""
         if self.coordinator is not None:
             self.coordinator.pause()
         with self._lock:
@@ -108,7 +111,7 @@ class Subscriptions:
             closed.result()
 
     def close(self) -> None:
-        """Ends all, for good."""
+        """Ends all subscriptions, and listening for new ones."""
         if self.coordinator is not None:
             self.coordinator.close()
         if self._listener is not None:
@@ -116,12 +119,12 @@ class Subscriptions:
         self.end_all()
 
     def forget_failures(self) -> None:
-        """Forgets that commits failed: each failure is told once."""
+        """Forgets that commits failed, because each failure is reported once."""
         for one in self.open.values():
             one.forget()
 
     def error(self, failed: Mapping[int, PartOutcome]) -> PartyFailedError:
-        """What to raise for subscriptions that failed: the reasons, and the names of the engines."""
+        """The error for subscriptions that failed, with the reasons and the names of the engines."""
         reasons = dict.fromkeys(str(outcome.reason) for outcome in failed.values())
         return PartyFailedError("; ".join(reasons), [self.open[number].name for number in failed])
 
@@ -178,17 +181,17 @@ class Subscriptions:
 
 
 def failures(outcomes: Mapping[int, PartOutcome]) -> dict[int, PartOutcome]:
-    """Those that failed."""
+    """The outcomes of parts that failed."""
     return {number: one for number, one in outcomes.items() if one.reason is not None}
 
 
 def commits_of(of: Mapping[int, Subscription]) -> dict[int, Future[float]]:
-    """The last commit of each."""
+    """The last commit of each subscription."""
     return {number: one.served for number, one in of.items()}
 
 
 def await_all(parts: Mapping[int, Future[Any]], timeout_s: float | None = None) -> None:
-    """Waits on this rank alone, not in a collective. Without a timeout, those of steps end the wait."""
+    """Waits for parts on this rank alone, and raises nothing. Without a timeout, those of steps end the wait."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for future in parts.values():
         try:

@@ -3,7 +3,7 @@
 They meet in a session of their own: the workers of the serving engines are the sources, and those of the taking engine
 the destinations. The first rank is a source too: it describes the model, makes the engines take part, and holds no
 weights. So plans, proofs, digests, transports, time-outs and commits are those of a push. Like a subscription, a
-meeting goes on with its plan as long as the same engines meet and none of their workers leaves.
+meeting keeps its plan as long as the same engines meet and none of their workers leaves.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ class Meeting:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody has left, and it was not given up."""
+        """Whether nobody has left, and the meeting was not given up."""
         return self._given_up is None and (self._party is None or self._party.is_complete)
 
     def give_up(self, reason: str) -> None:
-        """Ends it. Any thread may call it."""
+        """Ends the meeting. Any thread may call it."""
         self._given_up = reason
         self._rendezvous.give_up(reason)
 
     def close(self) -> None:
-        """Ends it. No version may be under way."""
+        """Closes the meeting. No version may be under way."""
         if self._party is not None:
             self._party.close()
         self._rendezvous.close(None if self._party is None else 0)
@@ -100,7 +100,7 @@ class Meeting:
         """Makes the engine receive a version. It is then ready to be committed.
 
         Raises:
-            RefitError: if it did not come. The meeting cannot go on.
+            RefitError: if the version did not come. The meeting cannot move another one.
         """
         control, invitation = self._control, self._rendezvous.invitation
         where = meeting_at(invitation, self._sources, self._options, self._options.staging_bytes)
@@ -182,7 +182,7 @@ class Take:
         return [] if meeting is None else meeting.awaited
 
     def give_up(self, reason: str) -> None:
-        """Ends it, unless the version has come already. Any thread may call it."""
+        """Gives up the version, unless it has come already. Any thread may call it."""
         with self._lock:
             self.is_given_up, self._reason = True, reason
             if self._meeting is not None:
@@ -192,7 +192,7 @@ class Take:
         """Makes the engine receive the version in a meeting with the servers.
 
         Raises:
-            RefitError: if it did not come.
+            RefitError: if the version did not come.
         """
         with self._lock:
             if self.is_given_up:

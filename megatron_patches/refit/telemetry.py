@@ -98,13 +98,13 @@ def cost_of(
     """The cost of a version, from what was measured where it happened.
 
     Args:
-        engine: of :class:`VersionCost`.
-        version: of :class:`VersionCost`.
+        engine: as in :class:`VersionCost`.
+        version: as in :class:`VersionCost`.
         planning_s: seconds of joining that no version has been charged for.
         lasted: seconds of each state of the engine's subscription.
         moved: how all parties moved the version; None if it did not arrive.
         paused_s: seconds for which the engine was paused.
-        reason: of :class:`VersionCost`.
+        reason: as in :class:`VersionCost`.
         sources: names of the sources, in order; none if they are the trainer's ranks.
     """
     sent = () if moved is None else moved.bytes_by_source

@@ -20,12 +20,12 @@ class Trainer:
     """One rank of the trainer.
 
     Attributes:
-        rank: of this process.
-        name: of this process, for messages.
+        rank: rank of this process.
+        name: name of this process, for messages.
         device: device of its weights: ``cpu``, or torch's name of a GPU.
-        stream: stream of what subscriptions do on a GPU; None on a CPU.
+        stream: CUDA stream on which subscriptions work; None on a CPU.
         describe: describes what this rank holds.
-        telemetry: is told on the first rank what each version cost.
+        telemetry: receives, on the first rank, what each version cost.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Once:
         self._found: Future[Any] = Future()
 
     def compute(self) -> BaseException | None:
-        """Computes it now, if nobody has. Returns why that failed; None if it did not."""
+        """Computes the value now, if nobody has. Returns why that failed; None if it did not."""
         with self._lock:
             if not self._found.done():
                 try:

@@ -91,7 +91,7 @@ class EtpWeightTransfer:
                 time.sleep(min(_POLL_S, self._startup_s))
 
     def pause(self) -> None:
-        """Nothing: each engine pauses itself while it commits."""
+        """Does nothing: each engine pauses itself while it commits."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Sends a version. Engines have received and verified it when this returns; they commit it meanwhile.
@@ -100,8 +100,8 @@ class EtpWeightTransfer:
             iterator: names and whole tensors; the same names, shapes and dtypes in each sync.
 
         Raises:
-            RefitError: if the tensors are others than in the first sync, or one is given twice; or if an engine cannot
-                be reached, refuses the model or fails, with its reason. Old weights serve.
+            RefitError: if names, shapes or dtypes differ from the first sync's, or a tensor is given twice; or if an
+                engine cannot be reached, refuses the model or fails, with its reason. Old weights serve.
         """
         self._copy(iterator)
         if self._publisher is None:
@@ -140,7 +140,7 @@ class EtpWeightTransfer:
             self._group = None
 
     def _new_publisher(self) -> WeightPublisher:
-        """One of this process alone, whatever other processes train."""
+        """A publisher of this process alone, whatever other processes train."""
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
@@ -156,7 +156,7 @@ class EtpWeightTransfer:
         """Copies tensors into memory that stays.
 
         Raises:
-            RefitError: if they are others than before, there is none, or one is given twice.
+            RefitError: if names, shapes or dtypes differ from before, there is no tensor, or one is given twice.
         """
         import torch
 

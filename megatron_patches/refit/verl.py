@@ -48,7 +48,7 @@ class ModelWeights:
 
     Attributes:
         module: as given.
-        change: likewise.
+        change: as given.
     """
 
     def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]], module: nn.Module, change: str = "") -> None:
@@ -92,7 +92,7 @@ class EtpCheckpointEngine(CheckpointEngine):
         version: number of the last version that was sent; -1 before. It is verl's step, unless that was sent before.
 
     Raises:
-        ValueError: if an option is unknown or cannot be meant.
+        ValueError: if an option is unknown, or is one that verl determines.
     """
 
     wire_format = "delta_flush"
@@ -182,13 +182,13 @@ class EtpCheckpointEngine(CheckpointEngine):
         return {"refit/bytes": report.nbytes, **{f"refit/{phase}_s": value for phase, value in report.seconds.items()}}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Any, None]:
-        """Nothing: vLLM's workers receive; see [Note: verl]."""
+        """Yields nothing: vLLM's workers receive; see [Note: verl]."""
         del global_steps
         return
         yield
 
     def finalize(self) -> None:
-        """Nothing: connections stay."""
+        """Does nothing: connections stay open."""
 
     def _new_publisher(self, module: nn.Module) -> WeightPublisher:
         publisher = WeightPublisher(module, options=RefitOptions(**{"host": self._host, **self._given}))
@@ -215,7 +215,7 @@ class EtpCheckpointEngine(CheckpointEngine):
 class VerlServer:
     """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.engines.EngineClient`.
 
-    It is a Ray actor: whoever can call it can do anything with it, so a join is admitted first.
+    It is a Ray actor: anyone who can call it can do anything with it, so a join is admitted first.
 
     Args:
         name: of the actor.
@@ -243,26 +243,26 @@ class VerlServer:
         return self._world_size
 
     def check_up(self) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self._call("get_server_address")
 
     def call(self, call: dict[str, Any]) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         if call["call"] == "join":
             self._tell({"call": "admit"})
         self._tell(self._joined.told(call))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """Likewise."""
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
         self.call({"call": "commit", "version": version})
         if reset_cache:
             self._call("clear_kv_cache")
 
     def pause(self, mode: PauseMode) -> None:
-        """Nothing: verl has aborted all requests, and holds back new ones until the update has ended."""
+        """Does nothing: verl has aborted all requests, and holds back new ones until the update has ended."""
 
     def resume(self, *, reset_cache: bool) -> None:
-        """Only what concerns caches: verl resumes the server."""
+        """Empties the caches if asked to; verl itself resumes the server."""
         if reset_cache:
             self._call("clear_kv_cache")
 
@@ -301,7 +301,7 @@ def _module_of(weights: Any) -> nn.Module:
     """The module that an actor's weights are gathered from.
 
     Raises:
-        RefitError: if it has none, or sends others than its parameters.
+        RefitError: if it has no module, or sends other tensors than the module's parameters.
     """
     if not isinstance(weights, ModelWeights):
         raise RefitError(

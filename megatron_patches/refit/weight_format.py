@@ -35,10 +35,10 @@ class WeightFormat(StrEnum):
     TRAINED = "trained"
     """Every tensor has the type that it is trained in."""
     FP8_BLOCK = "fp8_block"
-    """Linear layers in block FP8, with scales that are powers of two: those of Transformer Engine's
-    ``Float8BlockScaling`` unless it is told otherwise. See [Note: block FP8]."""
+    """Linear layers in block FP8, with scales that are powers of two, as Transformer Engine's ``Float8BlockScaling``
+    computes them by default. See [Note: block FP8]."""
     FP8_BLOCK_FP32_SCALES = "fp8_block_fp32_scales"
-    """Likewise, with scales that bring the largest weight of each block to 448, as in DeepSeek's checkpoints."""
+    """Linear layers in block FP8, with fp32 scales that map the largest weight of each block to 448, as DeepSeek's."""
 
     @property
     def is_quantized(self) -> bool:
@@ -57,7 +57,7 @@ def scales_of(weight: str) -> str:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor has the scales of a quantized weight."""
+    """Whether a tensor holds the scales of a quantized weight."""
     return name.endswith(f".weight{_SCALES}")
 
 

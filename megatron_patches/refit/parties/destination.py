@@ -29,7 +29,7 @@ class DestinationParty(Party[ReceivingEnd]):
 
     Attributes:
         beside_bytes: see :class:`megatron_patches.refit.parties.messages.Moved`; set by the maker of the memory.
-        backup_bytes: likewise.
+        backup_bytes: as ``beside_bytes``.
         cannot_send: see :class:`megatron_patches.refit.parties.messages.Wanted`; set while recording.
         verified: digests of the boxes of the manifest, of the last version received.
     """
@@ -125,7 +125,7 @@ class DestinationParty(Party[ReceivingEnd]):
 
     @property
     def awaited(self) -> str:
-        """What it waits for while it receives. Any thread may ask."""
+        """What this worker waits for while it receives. Any thread may ask."""
         end = self._end
         return "links" if end is None else end.awaited
 

@@ -1,12 +1,12 @@
 """An engine worker's part in fan-out: sends a version that it has committed to another engine, or takes one.
 
-All is as in a push. A worker that sends is a source like a trainer rank: it describes what it holds, checks what is
-requested of it, and sends boxes with digests. One that takes plans, proves and verifies what it wants.
+Everything works as in a push. A worker that sends is a source like a trainer rank: it describes what it holds, checks
+what is requested of it, and sends boxes with digests. A worker that takes a version plans, proves and verifies it.
 
 [Note: the same version] Those digests only prove that what arrives is what the worker holds. That it holds what the
-trainer published is proved by the digests that it compared with the trainer's when it received the version, and has
-kept. After sending, it digests its memory again. If a box has changed, because something wrote to the memory or turned
-it into another form, the step fails for all parties, so the receiving engine serves on what it serves.
+trainer published is proved by digests: it compared them with the trainer's when it received the version, and has kept
+them. After sending, it digests its memory again. If a box has changed, because something wrote to the memory or turned
+it into another form, the step fails for all parties, so the receiving engine keeps serving its old version.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Committed:
 class _Meeting[P: (SourceParty, DestinationParty)]:
     """A worker's party at a rendezvous of engines. Its plan is kept for all versions that come this way.
 
-    Links are not: between versions, their memory is the engine's. Whatever fails ends the meeting.
+    Links are not kept: between versions, the engine uses their memory. Any failure ends the meeting.
 
     Args:
         invitation: to the rendezvous.
-        number: of this worker's party there.
-        name: of this worker, for messages.
+        number: number of this worker's party there.
+        name: name of this worker, for messages.
         options: how to move bytes.
         device: device of the storages: ``cpu``, or torch's name of a GPU.
         lease_s: seconds without a message from the rendezvous after which this worker gives up.
@@ -94,16 +94,16 @@ class _Meeting[P: (SourceParty, DestinationParty)]:
 
     @property
     def key(self) -> str:
-        """What calls name the meeting by."""
+        """The key by which calls name the meeting."""
         return self._invitation.token
 
     @property
     def goes_on(self) -> bool:
-        """Whether another version may come this way, as all have agreed on a plan, and nobody has left."""
+        """Whether the meeting can move another version: all parties have agreed on a plan, and none has left."""
         return self._has_plan and self._party is not None and self._party.is_complete
 
     def leave(self) -> None:
-        """Ends it. Whatever is under way in another thread fails and closes its links."""
+        """Ends the meeting. Whatever is under way in another thread fails and closes its links."""
         with self._lock:
             self._has_left = True
             party = self._party
@@ -111,7 +111,7 @@ class _Meeting[P: (SourceParty, DestinationParty)]:
             party.leave()
 
     def _agree(self, kind: type[P], prepare: Callable[[P], object]) -> P:
-        """Its party, after joining and agreeing on a plan with all parties by means of ``prepare``, if it has none."""
+        """This worker's party. At the first call, joins, and agrees on a plan with all parties through ``prepare``."""
         if self._party is not None and self._has_plan:
             return self._party
         assembly = Assembly(self._invitation, self._number, self._name)
@@ -170,10 +170,10 @@ class Relay(_Meeting[SourceParty]):
         self._reads = False
 
     def stop(self) -> bool:
-        """Ends it, because the memory is about to change while :meth:`run` is under way in another thread.
+        """Stops sending, because the memory is about to change while :meth:`run` is under way in another thread.
 
         Returns:
-            Whether it may still read the memory, until :meth:`run` has ended.
+            Whether :meth:`run` may still read the memory, until it has ended.
         """
         self.leave()
         return self._reads

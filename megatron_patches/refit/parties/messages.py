@@ -59,7 +59,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Standing:
-    """What a subscription is at.
+    """The current state of a subscription.
 
     Attributes:
         state: its state.
@@ -113,10 +113,10 @@ class StateLog:
         logger.log(self._level, "refit: %s%s: %s for %.3f s, now %s%s", self._who, told, left, seconds, state, because)
 
     def standing(self, waits_for: Callable[[State], Sequence[str]]) -> Standing:
-        """What it is at.
+        """The current state.
 
         Args:
-            waits_for: whom a state waits for.
+            waits_for: returns whom the subscription waits for in a state.
         """
         with self._lock:
             state, version, seconds = self._state, self._version, time.monotonic() - self._since
@@ -125,7 +125,7 @@ class StateLog:
 
 @dataclass(frozen=True)
 class Held:
-    """What a source holds. Only the manifest is used of sources other than the first; they may leave the rest empty.
+    """What a source holds. Sources other than the first may leave everything but the manifest empty.
 
     Attributes:
         config: content of the model's ``config.json``.
@@ -150,7 +150,7 @@ class Registered(msgspec.Struct, frozen=True):
     """:class:`Held` in compact form.
 
     Attributes:
-        rank: of the source.
+        rank: rank of the source.
         host: name of its machine.
         config: content of the model's ``config.json``.
         tensors: every tensor of the model, without types.
@@ -246,8 +246,8 @@ class Moved(msgspec.Struct, frozen=True):
             destination has ``move`` (packing, transfer and unpacking, which overlap), ``allocate`` before it and
             ``verify`` after it.
         staged_bytes: peak memory of packets; for all parties, the highest of any.
-        beside_bytes: memory that a destination allocated for the version beside the one served; likewise.
-        backup_bytes: host memory in which a destination keeps the version served; likewise.
+        beside_bytes: memory that a destination allocated for the version beside the one served; as above.
+        backup_bytes: host memory in which a destination keeps the version served; as above.
         bytes_by_source: bytes that a source sent; for all parties, in order of the sources.
     """
 
@@ -368,7 +368,7 @@ def decode[T](payload: bytes, kind: type[T]) -> T:
     engines join at once, so types are prepared by one thread at a time.
 
     Raises:
-        msgspec.MsgspecError: if it is none of this kind.
+        msgspec.MsgspecError: if the payload is not of this kind.
     """
     with _PREPARING:
         decoder = msgspec.msgpack.Decoder(kind)

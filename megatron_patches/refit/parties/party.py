@@ -49,7 +49,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     @property
     def name(self) -> str:
-        """Of this party, for messages."""
+        """Name of this party, for messages."""
         return self._assembly.name
 
     @property
@@ -99,7 +99,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         self.unlink()
 
     def unlink(self) -> None:
-        """Closes the links, which gives back their memory. The next version connects them anew."""
+        """Closes the links, which gives back their memory. The next version connects them again."""
         end, self._end = self._end, None
         if end is not None:
             end.close()

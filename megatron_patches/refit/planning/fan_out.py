@@ -90,8 +90,8 @@ class Wave:
     """A period in which every receiver keeps its servers.
 
     Attributes:
-        begin: units since the version became available.
-        end: likewise.
+        begin: its begin, in units since the version became available.
+        end: its end, in units since the version became available.
         shares: what each receiver takes from each server.
         committed: receivers that have the version at the end of the wave, and serve from then on.
     """

@@ -56,8 +56,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         tensor: pattern of the tensors' names.
         axes: numbers in the holes of the pattern.
-        start: of the box, in each tensor.
-        stop: likewise.
+        start: first index of the box in each dimension, equal in all tensors.
+        stop: end of the box in each dimension, equal in all tensors.
     """
 
     tensor: str

@@ -83,7 +83,7 @@ class _Block:
         return itertools.product(*self._numbers)
 
     def grids(self) -> Iterator[Axes]:
-        """The same as few grids."""
+        """The tensors of the block as few grids."""
         return itertools.product(*(list(progressions(values)) for values in self._numbers))
 
 
@@ -119,7 +119,7 @@ def plan_destination(
 
 
 def _grids(given: Sequence[_Given]) -> Iterator[tuple[Axes, Box]]:
-    """Few grids of all boxes of one template that come from one source."""
+    """The boxes of one template that come from one source, as few grids."""
     if len(given) == 1:
         part, tensors = given[0]
         for axes in part.block.grids() if tensors is None else (axes for axes, _ in fold((one, ()) for one in tensors)):

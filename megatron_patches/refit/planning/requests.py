@@ -24,8 +24,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         held: number of the template in the source's layout.
         axes: the tensors, by the numbers in the pattern of their names.
-        start: of the box, in each tensor.
-        stop: likewise.
+        start: first index of the box in each dimension, equal in all tensors.
+        stop: end of the box in each dimension, equal in all tensors.
         write: where the boxes go at the destination.
         dtype: dtype in which the elements must arrive.
     """

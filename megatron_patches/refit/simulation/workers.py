@@ -144,7 +144,7 @@ def _answers(fleet: Fleet, overlap: bytes, orders: bytes, offers: bytes) -> Mapp
 
 
 def _linked(fleet: Fleet, rank: int, steps: SimulatedSteps, agreed: Agreed, requests: int, scale: float) -> WorkerCost:
-    """Takes the steps after planning, as ``parties/party.py`` does but for the connections themselves."""
+    """Takes the steps after planning, as ``parties/party.py`` does, except the connections themselves."""
     plan, sources, party = agreed.plan, fleet.sides.trainer.size, steps.party
     transport = steps.exchange(CHOOSING, TransportName, lambda: fleet.site_of(party))
     mine = fleet.offer_of(party)

@@ -62,7 +62,7 @@ class AdapterSource(ModuleSource):
             raise RefitError(f"the adapter {self._adapter!r} has other modules than before: {changed[0]}")
 
     def look_up(self) -> Memory:
-        """See :class:`megatron_patches.refit.source.weight_source.WeightSource`. Reads the scales anew."""
+        """See :class:`megatron_patches.refit.source.weight_source.WeightSource`. Reads the scales again."""
         self.check()
         self._read_scales()
         return super().look_up()

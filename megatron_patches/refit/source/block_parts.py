@@ -93,7 +93,7 @@ class BlockParts(ABC):
 
     @abstractmethod
     def quantize(self, weights: Mapping[str, torch.Tensor], scales: torch.Tensor, inverse: torch.Tensor) -> None:
-        """Casts.
+        """Casts the weights to E4M3.
 
         Args:
             weights: flat memory, by storage.

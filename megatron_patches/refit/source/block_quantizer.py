@@ -3,10 +3,10 @@
 [Note: scales] A scale follows from its block's largest magnitude alone. So where a block of this grid is a block of
 Transformer Engine's ``Float8BlockScaling`` too, an engine gets the very bytes and scales of the trainer's GEMMs. Where
 Megatron's weight is cut or interleaved otherwise (a head dimension that is no multiple of 128, for example), the two
-grids differ, and the weight is quantized anew.
+grids differ, and the weight is quantized again.
 
-[Note: straddling] A block that lies on several ranks needs the largest magnitude of all its parts. Which blocks do is
-found out once. Then a push costs one all-reduce over those blocks. Each of the ranks holds a replica of the scale.
+[Note: straddling] A block that lies on several ranks needs the largest magnitude of all its parts. The ranks find out
+once which blocks do. Then a push costs one all-reduce over these blocks. Each rank of a block holds its scale.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class BlockQuantizer:
         )
 
     def measure(self, memory: Memory) -> None:
-        """Finds the largest magnitude of each block that other parts belong to as well, of what this rank has of it.
+        """Finds the largest magnitude of this rank's part of each block of which other ranks may have parts.
 
         Args:
             memory: what the rank holds.
@@ -231,7 +231,7 @@ class BlockQuantizer:
         return found
 
     def _of_each_dtype(self) -> Iterator[tuple[str, slice]]:
-        """The blocks of all weights of each dtype; those of a dtype lie together."""
+        """For each dtype, the blocks of its weights, which lie together."""
         for dtype in dict.fromkeys(grid.dtype for grid in self._grids):
             places = [at for grid, at in zip(self._grids, self._places, strict=True) if grid.dtype == dtype]
             sizes = [grid.size for grid in self._grids if grid.dtype == dtype]

@@ -1,4 +1,4 @@
-"""A source of another source's weights in block FP8, quantized once per push for all engines."""
+"""Wraps a source so that it gives its weights in block FP8, quantized once per push for all engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Fp8BlockSource:
-    """What another source has, in block FP8; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
+    """Another source's weights in block FP8; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
 
     A push quantizes in :meth:`settle`. What goes wrong there is raised by :meth:`look_up`: a rank that left before the
     collective would keep the others waiting.
@@ -42,7 +42,7 @@ class Fp8BlockSource:
         return self._source.device
 
     def describe(self, rank: int) -> Held:
-        """As of the other source, and of the scales.
+        """Describes the other source's weights as they are once quantized, and their scales.
 
         Raises:
             RefitError: as the other source, and as :class:`BlockQuantizer`.
@@ -76,7 +76,7 @@ class Fp8BlockSource:
             return
         try:
             quantizer.cast(memory)
-        except Exception as error:  # noqa: BLE001 - likewise
+        except Exception as error:  # noqa: BLE001 - as above
             self._failure = error
         else:
             quantized = memory_of((name, name, tensor) for name, tensor in quantizer.quantized.items())

@@ -1,4 +1,4 @@
-"""A source of another source's weights and of scales of the KV cache; see [Note: KV scales]."""
+"""Wraps a source so that it also gives scales of the KV cache; see [Note: KV scales]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STORAGE = "kv_scales"
 
 
 class KVScaleSource:
-    """What another source has, and scales; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
+    """Another source's weights, and scales; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
 
     Args:
         source: the weights.
@@ -42,7 +42,7 @@ class KVScaleSource:
         return self._source.device
 
     def describe(self, rank: int) -> Held:
-        """As of the other source, and of the scales.
+        """Describes the other source's weights, and the scales.
 
         Raises:
             RefitError: as the other source.
@@ -64,13 +64,13 @@ class KVScaleSource:
         return replace(held, shapes={**held.shapes, **dict.fromkeys(names, (1,))}, manifest=manifest)
 
     def settle(self) -> None:
-        """As of the other source; the scales are those of :attr:`values` from now on."""
+        """Settles the other source, and takes over the scales that :attr:`values` has now."""
         self._source.settle()
         if self._scales.numel():
             self._scales.copy_(torch.tensor(list(self.values.values()), dtype=torch.float32))
 
     def look_up(self) -> Memory:
-        """As of the other source, and the scales.
+        """The memory of the other source, and of the scales.
 
         Raises:
             RefitError: as the other source.

@@ -102,7 +102,7 @@ class ModuleSource:
         return next((tensor.device for _, tensor in self._named()), torch.device("cpu"))
 
     def describe(self, rank: int) -> Held:
-        """Likewise.
+        """See :class:`megatron_patches.refit.source.weight_source.WeightSource`.
 
         Raises:
             UnsupportedModelError: naming a tensor that cannot be described.
@@ -155,7 +155,7 @@ class ModuleSource:
         return named_tensors(self._module)
 
     def _same(self) -> bool:
-        """Whether the description is still valid, for any memory: describing anew takes longer."""
+        """Whether the description is still valid, whatever the memory: describing again takes longer."""
         present = held_tensors(self._module)
         if len(present) != len(self._present) or not all(map(operator.is_, present, self._present)):
             return False
@@ -271,7 +271,7 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has in memory.
 
     Raises:
-        UnsupportedModelError: if it is no plain memory, or its elements may mean something else than their values.
+        UnsupportedModelError: if it is not plain memory, or its elements may not be the weights' values.
     """
     import torch
     from torch.distributed.tensor import DTensor

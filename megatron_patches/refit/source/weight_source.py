@@ -39,7 +39,7 @@ class WeightSource(Protocol):
         """The current memory of the storages that :meth:`describe` listed, by name.
 
         Raises:
-            RefitError: if the weights are others than described, or one has no memory now.
+            RefitError: if the weights differ from the description, or one has no memory now.
         """
 
 

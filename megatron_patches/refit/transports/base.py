@@ -131,7 +131,7 @@ class OutgoingWire(Protocol):
         """Memory to pack into."""
 
     def begin(self, memory: Memory) -> bytes | None:
-        """Message about the storages for the destination before a version's direct loads; None if nothing has changed.
+        """The message about the storages to send before a version's direct loads; None if nothing has changed.
 
         Raises:
             PartyFailedError: if a storage can no longer be accessed in place.

@@ -125,7 +125,7 @@ class NcclWay:
 
 
 class NcclWork:
-    """Work that NCCL has been given."""
+    """Work that was submitted to NCCL."""
 
     def __init__(self, work: Any) -> None:
         self._work = work

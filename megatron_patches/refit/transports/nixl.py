@@ -48,7 +48,7 @@ class _Told(msgspec.Struct):
 
     Attributes:
         agent: current NIXL metadata of the source's agent.
-        anew: whether some memory is no longer registered.
+        anew: whether registered memory was deregistered since the last message.
         addresses: address of each storage.
     """
 

@@ -45,11 +45,11 @@ def manager_of(model: nn.Module, config: VllmConfig) -> Any:
 
 
 def check_adapter(manager: Any, tensors: Sequence[TensorSpec]) -> None:
-    """Checks that an engine has each module of an adapter, in the size for which its factors are.
+    """Checks that an engine has each module of an adapter, in the size that the module's factors need.
 
     Args:
         manager: vLLM's manager of adapters.
-        tensors: those of the adapter; see [Note: adapter tensors].
+        tensors: the adapter's tensors; see [Note: adapter tensors].
 
     Raises:
         ModelMismatchError: naming modules, and the rank or the sizes.

@@ -61,7 +61,7 @@ def write_adapter(folder: Path, factors: Mapping[str, Factors], dtype: torch.dty
 
     Args:
         folder: an empty folder.
-        factors: by module, with the beginning that PEFT gives the names.
+        factors: by module, whose name begins with PEFT's prefix.
         dtype: type in which vLLM computes with adapters.
     """
     tensors = {}
@@ -117,7 +117,7 @@ class AdapterFiles:
         self._unused = {key for key in self._unused if key[0] != adapter} | unused
 
     def close(self) -> None:
-        """Removes all."""
+        """Removes all files."""
         for path in self._written.values():
             _drop(path)
         for parent in {path.parent for path in self._written.values()}:
@@ -128,16 +128,16 @@ class AdapterFiles:
 
 @dataclass
 class StagedAdapter:
-    """A version that is written on all workers of an engine or on none, to a folder of its own in that of its session.
+    """A version that is written on all workers of an engine or on none, to its own folder in that of its session.
 
-    It is :class:`megatron_patches.refit.vllm.all_or_none.Exchanged` for nothing.
+    A :class:`megatron_patches.refit.vllm.all_or_none.Exchanged` that replaces no earlier version.
 
     Attributes:
-        files: to which it will belong.
+        files: the engine's files, to which it will belong.
         session: folder of the session.
         adapter: name of the adapter.
         version: number of the version.
-        factors: of each module.
+        factors: factors of each module.
         dtype: type in which vLLM computes with adapters.
     """
 
@@ -167,10 +167,10 @@ class StagedAdapter:
             ) from error
 
     def build(self) -> None:
-        """Does nothing: they have been written while the engine went on."""
+        """Does nothing: the files were written while the engine answered requests."""
 
     def apply(self) -> None:
-        """Moves them to their place, unless another worker of this host has."""
+        """Moves the files to their final folder, unless another worker of this host has."""
         try:
             self._draft.rename(self._path)
         except OSError:
@@ -180,13 +180,13 @@ class StagedAdapter:
         self.files.add(self.adapter, self.version, self._path)
 
     def undo(self) -> None:
-        """Removes them."""
+        """Removes the files."""
         _drop(self._draft)
         _drop(self._path)
         self.files.drop(self.adapter, self.version)
 
     def forget(self) -> None:
-        """Does nothing: no other version gives way for this one."""
+        """Does nothing: this version replaces no other one."""
 
     @property
     def _path(self) -> Path:

@@ -199,7 +199,7 @@ class AdapterSession:
             raise TransferError(f"asked to commit version {version}, but {late or self._instead}") from late
         try:
             workers.exchange(staged)
-        except LostWeightsError as error:  # but not of weights: at worst, the files are there and vLLM is not told
+        except LostWeightsError as error:  # no weights are lost: at worst, files are left of which vLLM is not told
             raise TransferError(str(error)) from error
         self._staged, self._instead = None, f"version {version} has been taken"
         self._latest = version

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters:
-    """The adapters of one worker. See [Note: calls]; ``record`` has nothing to do, as a model's loader has no part.
+    """The adapters of one worker. See [Note: calls]; ``record`` does nothing, because a model's loader takes no part.
 
     Args:
         serving: the model that serves.

@@ -3,14 +3,14 @@
 [Note: calls] All calls come through ``init_weight_transfer_engine``, with a field ``call``. The server's own guard
 sends ``admit``. The trainer sends ``join`` and ``record`` once per session, then for each version ``receive`` and
 ``commit``, or ``abandon``. With fan-out, ``meet`` lets the workers agree with other engines on how a version comes from
-them, before ``receive``, and ``relay`` makes these send what they serve. The server sends ``leave`` once it no longer
-hears of the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker notes that an update was
-started and refuses the next one until it is finished, which a killed trainer never does. Second, if an engine has
-several workers, an exception in one leaves the answers of the others unread (``MultiprocExecutor.collective_rpc`` of
-0.26.0), so that every later call gets the answer to an earlier one. For the same reason calls do not raise: workers
-report results at the trainer's rendezvous and in the log. Calls raise only if old weights cannot be restored, because
-the engine must not continue then. Calls that name an adapter are passed to its own session
-(:mod:`megatron_patches.refit.vllm.adapters`).
+them, before ``receive``, and ``relay`` makes those engines send what they serve. The server sends ``leave`` once it no
+longer hears from the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker notes that an
+update was started and refuses the next one until it is finished, which a killed trainer never does. Second, if an
+engine has several workers, an exception in one leaves the answers of the others unread
+(``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer to an earlier one. For the
+same reason calls do not raise: workers report results at the trainer's rendezvous and in the log. Calls raise only if
+old weights cannot be restored, because the engine must not continue then. Calls that name an adapter are passed to its
+own session (:mod:`megatron_patches.refit.vllm.adapters`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         version: number of the serving weights; 0 for those that vLLM loaded itself.
 
     Raises:
-        UnsupportedEngineError: if the installed vLLM lacks a name that is used of its release.
+        UnsupportedEngineError: if the installed vLLM lacks a name that refit uses in that release.
     """
 
     init_info_cls = RefitCall
@@ -71,7 +71,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._admitted = self._settings.unguarded
         self._joining: Joining | None = None
         self._session: WorkerSession | None = None
-        self._token = ""  # of the session
+        self._token = ""  # the session's
         self._trainer = ""  # address of the session's trainer
         self._log: StateLog | None = None
         self._adapters = Adapters(ServingModel(model, vllm_config, device))
@@ -123,7 +123,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             logger.exception("refit: %s failed; version %d serves on", init_info.call, self.version)
 
     def state(self) -> Standing | None:
-        """What the session is at and what this worker waits for; None if it has joined none. Any thread may ask."""
+        """The session's state, and what this worker waits for; None if it has joined none. Any thread may ask."""
         session = self._session
 
         def waits_for(state: State) -> list[str]:

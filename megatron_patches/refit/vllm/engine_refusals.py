@@ -55,9 +55,9 @@ def check_derivations(model: nn.Module) -> None:
 
 
 def wanted_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that a model which is in loader form must be given.
+    """Names of the parameters that a model in loader form must receive.
 
-    Scales of its KV cache are none of them: an engine keeps those that it has.
+    Scales of its KV cache are not among them: an engine keeps those that it has.
     """
     vllm = installed()
     return {

@@ -76,7 +76,7 @@ def follow_scales(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module, config: VllmConfig, names: Sequence[str]) -> dict[str, str]:
-    """The buffer of each scale, by name of the tensor; none of other workers' layers, or of caches not in FP8."""
+    """The buffer of each scale of this worker's layers with caches in FP8, by name of the tensor."""
     attention = {path: layer for path, layer in model.named_modules() if isinstance(layer, Attention | MLAAttention)}
     _check_engine(attention, config)
     given: dict[str, dict[str, str]] = {}

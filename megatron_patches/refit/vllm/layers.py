@@ -86,7 +86,7 @@ class Layer:
         """
         module, running, buffers = self.module, self.running(), set(self.module._buffers)
         may_be_plain = self.has_loader_form()
-        kernel = self._vllm.kernel_of(self._method)  # refers to the serving scales, and must go on doing so
+        kernel = self._vllm.kernel_of(self._method)  # refers to the serving scales, and must keep doing so
         pairs: list[Pair] = []
         try:
             self._vllm.take_to_loader_form(module)

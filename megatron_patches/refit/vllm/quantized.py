@@ -1,7 +1,7 @@
 """Refuses to push if trainer and engine do not have the same weights in block FP8.
 
-An E4M3 number without its scale is another number. Converted to the type of an engine's weight it would lose nothing,
-and be wrong.
+An E4M3 number without its scale is a different number. Its conversion to the type of an engine's weight would be exact,
+so the check for narrowing would let it pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_scales(tensors: Sequence[TensorSpec]) -> None:
     """Checks that each quantized weight has scales for blocks of 128 x 128.
 
     Raises:
-        ModelMismatchError: with the name of one that has not.
+        ModelMismatchError: with the name of a weight that has none.
     """
     by_name = {spec.name: spec for spec in tensors}
     for spec in tensors:
@@ -40,14 +40,14 @@ def check_scales(tensors: Sequence[TensorSpec]) -> None:
 
 
 def check_scale_values(manifest: Manifest, arrived: Mapping[str, torch.Tensor]) -> None:
-    """Checks that scales are positive and finite. With others, a weight would be lost, or no number.
+    """Checks that scales are positive and finite. Any other scale would corrupt the weights of its block.
 
     Args:
         manifest: what the worker wants.
         arrived: flat memory of what came, by storage.
 
     Raises:
-        TransferError: with the box that has another scale.
+        TransferError: with the box of a scale that is not.
     """
     placements = [place for place in manifest.placements if is_scale(place.box.tensor)]
     if not placements:

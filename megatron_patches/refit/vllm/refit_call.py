@@ -27,18 +27,18 @@ class RefitCall(WeightTransferInitInfo):
         call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon``, ``relay``, ``meet``, ``keep`` or
             ``leave``.
         host: for join, relay and meet: address of the rendezvous.
-        port: likewise: its port.
+        port: as ``host``: its port.
         token: secret that all parties of a session share.
-        timeout_s: likewise: seconds that one step may take after its first party has finished.
-        sources: likewise: number of sources, such as trainer ranks; the parties with the first numbers. Workers of the
-            receiving engine follow.
-        transport: likewise: name of the transport, or ``auto``.
-        staging_bytes: likewise: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
-        lease_s: likewise: seconds without a message of the trainer after which the worker gives up its current step.
-        memory: likewise: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
+        timeout_s: as ``host``: seconds that one step may take after its first party has finished.
+        sources: as ``host``: number of sources, such as trainer ranks; the parties with the first numbers. Workers of
+            the receiving engine follow.
+        transport: as ``host``: name of the transport, or ``auto``.
+        staging_bytes: as ``host``: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+        lease_s: as ``host``: seconds without a message of the trainer after which the worker gives up its step.
+        memory: as ``host``: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
         payload: for join: what versions travel as; see :class:`megatron_patches.refit.delta.PayloadKind`.
         key: for relay and meet: secret of the meeting of the engine that takes a version with those that serve it; for
-            receive: the same if the version comes from other engines.
+            receive: that secret if the version comes from other engines, otherwise empty.
         first: for relay: number of this engine's first worker among the parties of that meeting.
         version: for receive, commit and relay: number of the weights.
         step: for receive: number of the trainer's next step.
@@ -81,7 +81,7 @@ class RefitCall(WeightTransferInitInfo):
 
     @property
     def invitation(self) -> Invitation:
-        """To the rendezvous that the call is about: of a meeting of engines if it has a key, else the trainer's."""
+        """The invitation to the rendezvous of the call: a meeting of engines if it has a key, else the trainer's."""
         return Invitation(self.host, self.port, self.key or self.token, self.timeout_s)
 
     @property

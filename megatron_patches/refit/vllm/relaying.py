@@ -29,9 +29,9 @@ class Relays:
         model: the model, as the trainer described it.
         manifest: what the worker receives of every version.
         layers: layers of the serving model.
-        device: where it is.
+        device: the model's device.
         worker: number of this worker in its engine.
-        name: of this worker, for messages.
+        name: name of this worker, for messages.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Relays:
         """Starts to send the version that serves.
 
         Args:
-            call: where to.
+            call: says where to.
             version: number of the serving weights; -1 if they did not come in this session.
-            digests: of the boxes of the manifest, as compared with the trainer's.
+            digests: digests of the boxes of the manifest, as compared with the trainer's.
         """
 
         def committed() -> Committed:

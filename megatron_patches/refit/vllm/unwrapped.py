@@ -1,7 +1,7 @@
 """A model without the layers that vLLM wraps around others for adapters (``--enable-lora``).
 
-A wrapper computes with the weights of the layer inside, and adds the factors of adapters, which it has beside them. So
-new weights reach everything that serves. But weight loaders look for the layer inside under the wrapper's name.
+A wrapper computes with the weights of the layer inside, and adds the factors of adapters, which it keeps separately. So
+new weights reach everything that serves. But weight loaders look for the inner layer under the wrapper's name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WRAPPERS = (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbe
 
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[None]:
-    """Puts the layers inside in the place of their wrappers, until the end. Nothing may compute meanwhile.
+    """Replaces wrappers with the layers inside, until the context ends. Nothing may compute meanwhile.
 
     Raises:
         UnsupportedEngineError: naming a layer whose wrapper may keep something of its weights.

@@ -59,7 +59,7 @@ class VersionMemory:
         self, manifest: Manifest, device: torch.device, in_place: InPlace | None, layers: Layers | None = None
     ) -> None:
         self._storages, self._device, self._in_place, self._layers = manifest.storages, device, in_place, layers
-        self._version = -1  # of the base; -1 for none
+        self._version = -1  # number of the base; -1 for none
         self._copies: dict[str, torch.Tensor] = {}  # of the base
         self._next: dict[str, torch.Tensor] = {}  # of the version that may become the base
 

@@ -16,6 +16,6 @@ class RefitWorker:
         return int(getattr(self.weight_transfer_engine, "version", 0))
 
     def refit_state(self) -> dict[str, Any] | None:
-        """What a refit is at, and what this worker waits for; None if no trainer has joined. Fields of ``Standing``."""
+        """The state of a refit, and what this worker waits for, as ``Standing``'s fields; None without a trainer."""
         standing = self.weight_transfer_engine.state()
         return None if standing is None else asdict(standing)

@@ -139,10 +139,10 @@ class WorkerSession:
         self._takes_deltas = layout.payload is PayloadKind.DELTA
         self._aside = Aside(serving.device)
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
-        self._digests: Sequence[int] = ()  # of its boxes
+        self._digests: Sequence[int] = ()  # digests of that version's boxes
         self._staged: _Staged | None = None
-        self._others: Taking | None = None  # those from which versions come, if not from the trainer
-        self._receiving = party  # of the last version: this worker's party, or the one among others
+        self._others: Taking | None = None  # receives versions from other engines, once it has met some
+        self._receiving = party  # the party that received the last version: the trainer's, or that of a meeting
         self._instead = "nothing has been received"  # why nothing is staged
         self._lost: str | None = None  # why the model's weights are lost for good
         self._device_memory = DeviceMemory(serving.device)

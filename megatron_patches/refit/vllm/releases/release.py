@@ -108,7 +108,7 @@ class Release:
             yield "it keeps some of them on the host (--cpu-offload-gb, --offload-group-size)"
 
     def adapter_names(self, model: nn.Module) -> Any:
-        """How names of an adapter's modules become those of the engine's, for vLLM's parser; None if they stay."""
+        """The mapper, of vLLM, from names of an adapter's modules to the engine's; None if the names are equal."""
         raise NotImplementedError
 
     def derives(self, layer: nn.Module) -> bool:

@@ -49,7 +49,7 @@ class Vllm026(Release):
         return all(spec is None or spec.weight is None or spec.weight in _FP8 for spec in specs)
 
     def adapter_names(self, model: nn.Module) -> Any:
-        """Without stacking: adapters name the projections that the engine's layers stack."""
+        """The model's renames without those that stack projections, which adapters name one by one."""
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_unstacked_mapper()
 

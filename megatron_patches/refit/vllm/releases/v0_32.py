@@ -50,7 +50,7 @@ class Vllm032(Release):
         return bool(is_deferred_attention_layer(layer))
 
     def adapter_names(self, model: nn.Module) -> Any:
-        """Without stacking: adapters name the projections that the engine's layers stack."""
+        """The model's renames without those that stack projections, which adapters name one by one."""
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_rename_mapper()
 
