@@ -88,8 +88,8 @@ def _add_gathering(group: argparse._ArgumentGroup) -> None:
         "--etp-transport",
         choices=[name.value for name in TransportName],
         default=defaults.transport.value,
-        help="What moves the shards: c10d is torch.distributed (NCCL, gloo), copy_engine is peer copies inside one "
-        "NVLink domain, hierarchical takes two steps over several hosts, between and within them, auto is the fastest "
+        help="What moves the shards: c10d is torch.distributed (NCCL, gloo), copy_engine is peer copies between GPUs "
+        "of one host, hierarchical takes two steps over several hosts, between and within them, auto is the fastest "
         "one that every rank of a group can use. Default: %(default)s.",
     )
     group.add_argument(
