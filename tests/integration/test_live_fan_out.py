@@ -54,8 +54,9 @@ def late_body(rank: int, world_size: int, case: Case, addresses: list[str]) -> l
     With the state and version in which it was when it had taken model 1, or could not, and the trainer's log.
     """
     del rank, world_size
-    told = Told()
-    logging.getLogger("megatron_patches.refit.subscription").addHandler(told)
+    told, logger = Told(), logging.getLogger("megatron_patches.refit.subscription")
+    logger.addHandler(told)
+    logger.setLevel(logging.WARNING)  # a command that ran in this process before may have silenced the package
     chunks = start(case)
     first, late = (Named(name, address) for name, address in zip(("first", "late"), addresses, strict=True))
     options = RefitOptions(staging_bytes=STAGING, timeout_s=150.0, fan_out=True)
