@@ -73,9 +73,12 @@ _WITH_MODEL: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyTyp
 
 
 def _silence_imports() -> None:
-    """Silences import warnings of Megatron and torch about missing optional dependencies, which every rank prints."""
+    """Silences what every rank would print while Megatron is imported: missing optional dependencies, and no GPU.
+
+    Warnings of refit itself are shown.
+    """
     warnings.simplefilter("ignore")
-    for name in ("megatron", "megatron_patches", "torch.utils.cpp_extension"):
+    for name in ("megatron", "megatron_patches.cpu", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -296,7 +296,7 @@ class EngineControl:
                 self._paused_at = None
                 raise RefitError(
                     f"{self.engine.name} stays paused, as it did not say that its old weights are back "
-                    f"({describe_error(error)}); start it anew, or resume it if it was too slow to answer"
+                    f"({describe_error(error)}); restart it, or resume it if it was too slow to answer"
                 ) from error
         self._resume(reset_cache=asked)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from megatron_patches.refit.candidates import Candidates, Source, candidates_of
@@ -39,7 +40,7 @@ class _Failures:
         version: the version.
         count: how often.
         reason: why, the last time.
-        servers: names of the engines from which it could not take it.
+        servers: names of the engines from which, alone, it could not take it.
     """
 
     version: int
@@ -61,7 +62,7 @@ class FanOut:
         self._options, self._ranks, self._subscribed = options, ranks, subscribed
         self._lock = threading.Lock()
         self._is_held = self._is_closed = False
-        self._taking: dict[str, tuple[Subscription, Take]] = {}
+        self._taking: dict[str, tuple[Subscription, Take, Future[float]]] = {}  # with what ends once it is over
         self._failures: dict[str, _Failures] = {}
         self._cannot_follow: set[str] = set()  # names of engines to which every push sends
 
@@ -72,10 +73,12 @@ class FanOut:
             if self._is_closed:
                 return
             known = self._subscribed()
+            # Before the version, because a commit may end meanwhile. Its thread looks again, but after this one.
+            under_way = [one for one in known if not one.has_ended]
             version = _newest(known)
             for one in known:
-                self._end_following(one, known, version)
-            busy = {server.name for _, take in self._taking.values() for server in take.servers}
+                self._end_following(one, known, version, may_come=bool(under_way))
+            busy = {server.name for _, take, _ in self._taking.values() for server in take.servers}
             free = {one.name: one for one in _able(known, version) if one.name not in busy}
 
             def order(one: Subscription) -> tuple[bool, bool]:
@@ -84,7 +87,7 @@ class FanOut:
             # Those that will send it as well come first, then those that have a plan with engines that are free.
             behind = {one.name: one for one in sorted(self._behind(known, version), key=order)}
             # Nobody shares a server while the trainer sends to others, which are about to have the version.
-            sent_to = any(not one.has_ended and one.name not in self._taking and one.follows < 0 for one in known)
+            sent_to = any(one.name not in self._taking and one.follows < 0 for one in under_way)
             most = len(free) if sent_to else len(behind)
             for name, servers in self._assign([*free], dict([*behind.items()][:most]), version):
                 self._begin(behind[name], version, [free[server] for server in servers])
@@ -96,7 +99,7 @@ class FanOut:
         """
         with self._lock:
             self._is_held = True
-            for one, _ in self._taking.values():
+            for one, *_ in self._taking.values():
                 if one.follows < 0:
                     one.give_up_taking(reason)
 
@@ -123,7 +126,7 @@ class FanOut:
             known = self._subscribed()
             version = _newest(known)
             able, behind = _able(known, version), self._behind(known, version)
-            takes = {name: [server.name for server in take.servers] for name, (_, take) in self._taking.items()}
+            takes = {name: [server.name for server in take.servers] for name, (_, take, _) in self._taking.items()}
         sources = [
             Source(one.name, "engine", one.workers, [to for to, names in takes.items() if one.name in names])
             for one in able
@@ -138,13 +141,14 @@ class FanOut:
         return candidates_of(version, sources, [one.name for one in behind])
 
     def _note_ends(self) -> None:
-        for name, (one, take) in list(self._taking.items()):
-            if one.has_ended:
+        for name, (_, take, ended) in list(self._taking.items()):
+            if ended.done():
                 del self._taking[name]
-                if one.serves != take.version and not take.is_given_up:
+                if take.failure is not None and not take.is_given_up:
                     failures = self._failed(name, take.version)
-                    failures.count, failures.reason = failures.count + 1, take.failure or ""
-                    failures.servers.update(server.name for server in take.servers)
+                    failures.count, failures.reason = failures.count + 1, take.failure
+                    if len(take.servers) == 1:  # of several, it is not known whose fault it was
+                        failures.servers.add(take.servers[0].name)
                     self._failures[name] = failures
                     logger.warning(
                         "refit: %s did not take version %d from %s: %s",
@@ -165,8 +169,17 @@ class FanOut:
             and (one.follows >= 0 or not self._is_held)
         ]
 
-    def _end_following(self, one: Subscription, known: Collection[Subscription], version: int) -> None:
-        """Ends the wait of an engine that follows, if it serves its version or no engine will be able to send it."""
+    def _end_following(
+        self, one: Subscription, known: Collection[Subscription], version: int, *, may_come: bool
+    ) -> None:
+        """Ends the wait of an engine that follows, if it serves its version or no engine will be able to send it.
+
+        Args:
+            one: the engine.
+            known: all engines.
+            version: the newest version that one of them serves.
+            may_come: whether a commit was under way before that was known, so that another version may come.
+        """
         if one.follows < 0 or one.name in self._taking:
             return
         if one.serves >= one.follows:
@@ -174,7 +187,6 @@ class FanOut:
             return
         failures = self._failed(one.name, version)
         able = [each.name for each in _able(known, version) if version >= one.follows]
-        may_come = not all(each.has_ended for each in known)  # by a commit under way
         if one.is_idle and failures.count < _ATTEMPTS and (may_come or not failures.servers.issuperset(able)):
             return
         if failures.count and not one.gone:
@@ -245,8 +257,7 @@ class FanOut:
         logger.info("refit: %s takes version %d from %s", one.name, version, ", ".join(each.name for each in servers))
         sources = [Server(each.name, each.workers, each.relay, each.check_there) for each in servers]
         take = Take(version, sources)
-        self._taking[one.name] = one, take
-        one.take(take)
+        self._taking[one.name] = one, take, one.take(take)
 
 
 def _newest(known: Collection[Subscription]) -> int:

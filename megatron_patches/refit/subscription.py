@@ -222,6 +222,8 @@ class Subscription:
         if self._control is None:
             self._ended = self.served = self._serve_after(self.sent, version)
         else:
+            self._ended = Future()  # what failed before counts no more
+            self._ended.set_result(0.0)
             self.served, self.follows = Future(), version
 
     def end_following(self, reason: str | None) -> None:
@@ -242,16 +244,20 @@ class Subscription:
 
         self._run(tell)
 
-    def take(self, take: Take) -> None:
+    def take(self, take: Take) -> Future[float]:
         """On the first rank, starts to take a version from other engines. The engine commits it by itself.
 
         Other ranks take no part. If the version does not come, the engine keeps serving its old one, and does not count
         as failed. Call it only while the subscription is idle and, unless it follows, no push begins.
+
+        Returns:
+            A future that is done once the version serves or was given up.
         """
         self._take = take
-        self._ended = self._serve_after(self._run(lambda: self._receive(take)), take.version)
+        self._ended = ended = self._serve_after(self._run(lambda: self._receive(take)), take.version)
         if self.follows < 0:
-            self.served, self.lags = self._ended, False
+            self.served, self.lags = ended, False
+        return ended
 
     def leave_others(self) -> None:
         """Ends what :meth:`take` and :meth:`follow` have started, because the engine is left out."""

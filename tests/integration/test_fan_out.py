@@ -156,11 +156,13 @@ def in_waves(session: RefitSession, clients: list[PlainEngine], push: Push) -> A
     reports = [push(1, wait=True)]
     if first:
         found.append([engine.run("content") for engine in clients])
+        pid = clients[2].run("pid")
         clients[2].run("fail_in", "relaying", int(signal.SIGKILL))
         clients[2].run("send_slowly", 0.0)
     session.exchange.gather(None)
     reports.append(push(2, wait=True))
     if first:
+        os.kill(pid, signal.SIGKILL)  # if it committed so late that nobody took the version from it
         found.append([engine.run("content") for engine in left])
     reports.append(push(3))
     reports.append(push(4))

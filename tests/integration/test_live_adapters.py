@@ -1,6 +1,6 @@
 """LoRA adapters of PEFT are published to a running vLLM, which serves them beside weights that it keeps.
 
-The oracle is an engine started anew that loads what PEFT's ``save_pretrained`` has written.
+The oracle is a new engine that loads what PEFT's ``save_pretrained`` has written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scales of KV caches in FP8, given with a version: an engine answers as one that is started anew and has them."""
+"""Scales of KV caches in FP8, given with a version: an engine answers as one that is restarted with them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class NcclGroup:
             worker.submit(self._group.abort).result(_ABORT_S)
         except (TimeoutError, RuntimeError) as error:
             logger.warning(
-                "refit: NCCL did not end what was under way within %.0f s (%s); this process needs to be started anew",
+                "refit: NCCL did not end what was under way within %.0f s (%s); restart this process",
                 _ABORT_S,
                 describe_error(error),
             )

@@ -117,7 +117,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
                 raise ValueError(f"call is {init_info.call!r}; it must be one of {', '.join(calls)}")
             calls[init_info.call](init_info)
         except LostWeightsError:
-            logger.exception("refit: this worker's weights are of no version; the engine must be started anew")
+            logger.exception("refit: this worker's weights are of no version; restart the engine")
             raise
         except Exception:
             logger.exception("refit: %s failed; version %d serves on", init_info.call, self.version)

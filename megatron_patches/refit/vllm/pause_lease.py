@@ -101,7 +101,7 @@ class PauseLease:
         logger.error("refit: %s; its session ends, and the server goes on", why)
         leaving = {"init_info": {"call": "leave", "token": token}}
         if await self._post(scope, "init_weight_transfer_engine", leaving) is None:
-            logger.error("refit: this server stays paused: its workers cannot say what they serve; start it anew")
+            logger.error("refit: this server stays paused: its workers cannot say what they serve; restart it")
             return
         if not await self._emptied(scope):
             logger.error(

@@ -67,13 +67,14 @@ class Engine:
     def is_idle(self) -> bool:
         return self._ended.done() and self.has_all_workers and not self.is_late
 
-    def take(self, take: Take) -> None:
+    def take(self, take: Take) -> Future[float]:
         assert self.is_idle
         self._take, self._ended = take, Future()
         if self.follows < 0:
             self.served = self._ended
         self.met = [server.name for server in take.servers]
         self.takes.append((take.version, self.met))
+        return self._ended
 
     def leave_others(self) -> None:
         self.give_up_taking("detached")
@@ -203,6 +204,64 @@ def test_those_that_follow_are_told_if_nobody_has_the_version() -> None:
     for one in (first, second):
         assert one.told == [f"{one.name} did not take version 7 from other engines: nobody sends it"]
     assert not seed.takes
+
+
+class Committing(Engine):
+    """Commits version 7 just before somebody asks whether it has ended: other threads go on while one looks."""
+
+    @property
+    def has_ended(self) -> bool:
+        if not self._ended.done():
+            self.serves = 7
+            self._ended.set_result(0.0)
+        return True
+
+
+def test_those_that_follow_do_not_miss_a_commit_that_ends_while_another_thread_looks() -> None:
+    seed, first = Committing("seed", 6), Engine("first", 6)
+    seed._ended = Future()
+    first.follow(7)
+    fan_out = fan_out_of([seed, first], 1)
+    fan_out.look()
+    assert (first.told, first.takes) == ([], [(7, ["seed"])])
+
+
+def test_a_server_that_leaves_does_not_count_against_one_that_sent_with_it() -> None:
+    servers = [Engine("first", 7), Engine("second", 7)]
+    late = [Engine(f"late {number}", 6, can_send=False) for number in range(3)]
+    for one in late:
+        one.follow(7)
+    fan_out = fan_out_of([*servers, *late], 2)
+    fan_out.look()
+    assert [one.takes for one in late] == [[(7, ["first"])], [(7, ["first", "second"])], [(7, ["second"])]]
+    servers[0].has_all_workers = False
+    for one, serves in zip(late, (False, False, True), strict=True):
+        one.end(serves=serves)
+    fan_out.look()
+    late[0].end(serves=True)
+    fan_out.look()
+    assert [one.takes[1:] for one in late] == [[(7, ["second"])], [(7, ["second"])], []]
+    late[1].end(serves=False)
+    fan_out.look()
+    assert [one.told for one in late] == [
+        [None],
+        ["late 1 did not take version 7 from other engines: it was lost"],
+        [None],
+    ]
+
+
+def test_a_take_that_ends_as_a_push_begins_is_over_for_its_servers() -> None:
+    """The engine is sent the next version before anybody looks again."""
+    engines = [Engine("first", 7), Engine("late", 6), Engine("later", 7)]
+    _, late, later = engines
+    fan_out = fan_out_of(engines)
+    fan_out.look()
+    assert late.takes == [(7, ["first"])]
+    late.end(serves=True)
+    late._ended = Future()  # version 8 is on its way
+    later.serves = 6
+    fan_out.look()
+    assert later.takes == [(7, ["first"])]
 
 
 def test_waves_are_planned_around_engines_that_cannot_send() -> None:

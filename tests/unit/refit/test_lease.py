@@ -214,7 +214,7 @@ def test_a_server_whose_weights_are_not_back_stays_paused(server: Server, caplog
     engine.pause(PauseMode.WAIT)
     engine.close()
     assert settled(server, 2) == [SLEEP, "leave"]
-    assert "stays paused: its workers cannot say what they serve; start it anew" in caplog.text
+    assert "stays paused: its workers cannot say what they serve; restart it" in caplog.text
 
 
 def test_a_cache_that_is_still_used_is_emptied_before_the_server_goes_on(server: Server) -> None:

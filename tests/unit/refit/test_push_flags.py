@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch.distributed
 
 from megatron_patches import refit_training
 from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import PartyFailedError
@@ -222,3 +226,25 @@ def test_a_run_that_meets_no_engine_ends_with_one_line(
         pushing.before_step([], 0)
     assert raised.value.code == 1
     assert capsys.readouterr().err == "error: cannot start the refit: cannot reach http://a: Connection refused\n"
+
+
+QUIET = ("megatron", "megatron_patches", "megatron_patches.cpu", "torch.utils.cpp_extension")
+
+
+@pytest.fixture
+def as_logged_before() -> Iterator[None]:
+    before = {name: logging.getLogger(name).level for name in QUIET}
+    yield
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.mark.usefixtures("as_logged_before")
+@pytest.mark.parametrize("command", ["push", "check"])
+def test_commands_silence_imports_and_show_warnings_of_refit(command: str, tmp_path: Path) -> None:
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    assert main([command, "--load", str(tmp_path / "none"), "--engines", "http://here:1"]) == 1
+    assert not logging.getLogger("megatron.core").isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("megatron_patches.cpu").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("megatron_patches.refit.fan_out").isEnabledFor(logging.WARNING)
