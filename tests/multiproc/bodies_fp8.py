@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import etp
 from etp.formats import quantize_nvfp4
-from tests.support import te_apart
+from tests.support import te_apart, te_emulation
 from tests.support.launch import device, on_gpus
 from tests.support.te_site import add_fp8_kernels
 
@@ -28,6 +28,9 @@ KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
 RECIPES = ("Float8BlockScaling", "Float8CurrentScaling")
 APART = {"MXFP8BlockScaling": Fraction(33, 32), "NVFP4BlockScaling": Fraction(9, 16)}
 """Recipes in which rows and columns are apart, and bytes for each element of a weight."""
+EMULATED = {"NVFP4 in blocks of 16 x 16": True, "NVFP4 in blocks of 16": False}
+"""NVFP4 in Transformer Engine's emulation, and whether blocks of weights are square."""
+BYTES = {**APART, **dict.fromkeys(EMULATED, APART["NVFP4BlockScaling"])}
 
 
 def prepare(shim: str, recipe: str = "") -> None:
@@ -38,14 +41,14 @@ def prepare(shim: str, recipe: str = "") -> None:
     import te_cpu_shim  # type: ignore[import-not-found]
 
     add_fp8_kernels()
-    if recipe in APART:
+    if recipe in BYTES:
         te_apart.add_kernels(te_cpu_shim)
 
 
 def _recipe(name: str) -> Any:
     from transformer_engine.common import recipe
 
-    return getattr(recipe, name)()
+    return te_emulation.recipe(square=EMULATED[name]) if name in EMULATED else getattr(recipe, name)()
 
 
 def _autocast(recipe: str, enabled: bool = True) -> AbstractContextManager[None]:
@@ -133,6 +136,36 @@ def modules_equal_whole(
     return count
 
 
+def emulated_modules_equal_whole(
+    rank: int, world_size: int, shim: str, recipe: str, kind: str, transport: str, alignment: int
+) -> tuple[int, int]:
+    """:func:`modules_equal_whole` in NVFP4, multiplied by Transformer Engine's emulation.
+
+    Returns:
+        how many gathered weights were multiplied by rows, and by columns.
+    """
+    prepare(shim, recipe)
+    module = _build(KINDS[0])
+    etp.shard_module(module, dist.group.WORLD)
+    refused = ""
+    try:
+        _run(module, _inputs(0, rank), KINDS[0], recipe)
+    except ValueError as error:
+        refused = str(error)
+    assert "weight is used with a CustomRecipe recipe: its quantizers are unknown" in refused
+    with te_emulation.emulating(square=EMULATED[recipe]) as multiplied:
+        for fuse, recompute in itertools.product((False, True), (False, True)):
+            _compare(rank, world_size, kind, recipe, fuse, recompute, transport, alignment)
+    return multiplied.count("rows"), multiplied.count("columns")
+
+
+def multiplied(kind: str) -> tuple[int, int]:
+    """What :func:`emulated_modules_equal_whole` should return."""
+    weights = 3 * (EXPERTS if kind == "GroupedLinear" else 1)
+    # Of three steps. Two of the four variants compute forward again.
+    return (2 + 4) * weights, 4 * weights
+
+
 def _compare(
     rank: int,
     world_size: int,
@@ -183,7 +216,7 @@ def _compare(
     gathered = sum(runtime.counters.gather_bytes.values())
     gathers = sum(runtime.counters.gathers.values())
     (group,) = runtime.groups
-    nbytes = len(group.shards) * group.layout.padded_rows * IN * APART.get(recipe, 1)
+    nbytes = len(group.shards) * group.layout.padded_rows * IN * BYTES.get(recipe, 1)
     assert gathered == gathers * nbytes * (world_size - 1) // world_size
 
 

@@ -73,6 +73,20 @@ def test_modules_with_rows_and_columns_apart_equal_whole_ones(
     assert run_distributed(bodies.modules_equal_whole, ranks, args=arguments, fresh=True) == [4 * len(kinds)] * ranks
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        pytest.param(recipe, kind, marks=[] if square and kind == "GroupedLinear" else [pytest.mark.slow])
+        for recipe, square in bodies.EMULATED.items()
+        for kind in bodies.KINDS
+    ],
+)
+def test_modules_in_nvfp4_equal_whole_ones_in_the_emulation(recipe: str, kind: str) -> None:
+    arguments = (str(SHARED), recipe, kind, "c10d", 80)
+    found = run_distributed(bodies.emulated_modules_equal_whole, 2, args=arguments, fresh=True)
+    assert found == [bodies.multiplied(kind)] * 2
+
+
 def test_nvfp4_equals_the_reference() -> None:
     assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True) == [2 * 3 * 2 * 4]
 
