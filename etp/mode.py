@@ -108,6 +108,8 @@ class Modes:
 
     def update(self) -> None:
         """Change modes if a capture has begun or ended since the last call."""
+        if self.now.capture is None and not (self.possible and torch._C._cuda_isCurrentStreamCapturing()):
+            return
         if not self._groups:
             return
         capture = self._current_capture(self._groups[0].spec.device)
@@ -124,7 +126,7 @@ class Modes:
 
     def _current_capture(self, device: torch.device) -> int | None:
         """Number of the capture that the calling stream takes part in; None outside of one."""
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
             return None
         if self._driver is None:
             self._driver = CudaDriver()

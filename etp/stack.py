@@ -68,8 +68,9 @@ class Stack(Sequence[torch.Tensor]):
         """The tensors in order; see [Note: runs]."""
         self.notes: WeakKeyDictionary[object, dict[Any, Any]] | None = None
         """See :meth:`notes_of`; None: nothing yet."""
-        self.plans: dict[int, object] = {}
-        """A transport's plans for gathers into these tensors, by the ``id`` of the shards."""
+        self.plans: dict[Any, object] = {}
+        """A transport's plans: for gathers into these tensors, by the ``id`` of the shards; for their reductions, by
+        name and place."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self:

@@ -81,6 +81,33 @@ class _PitchedCopy(ctypes.Structure):
     )
 
 
+class Copies:
+    """Copies between device memories, either of which may be a peer's: made once and enqueued any number of times.
+
+    Each takes one call, whatever its height.
+    """
+
+    def __init__(self, copies: Sequence[PitchedCopy]) -> None:
+        self.flat = [(copy.destination, copy.source, copy.width) for copy in copies if copy.height == 1]
+        """Destination, source and bytes of those that are not pitched."""
+        self._pitched = [
+            _PitchedCopy(
+                source_kind=_DEVICE_MEMORY,
+                source_device=copy.source,
+                source_pitch=copy.source_pitch,
+                destination_kind=_DEVICE_MEMORY,
+                destination_device=copy.destination,
+                destination_pitch=copy.destination_pitch,
+                width=copy.width,
+                height=copy.height,
+            )
+            for copy in copies
+            if copy.height > 1
+        ]
+        self.addresses = [ctypes.addressof(pitched) for pitched in self._pitched]
+        """Of the descriptions of the others."""
+
+
 class CudaDriver:
     """Calls into ``libcuda``. A CUDA context must be current, as it is once torch has used the device.
 
@@ -102,30 +129,16 @@ class CudaDriver:
         self._capture_info = self._library.cuStreamGetCaptureInfo_v2
         self._capture_info.argtypes = (ctypes.c_void_p,) * 6
 
-    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy of ``nbytes`` between two device addresses, either of which may be a peer's."""
-        status = self._copy(destination, source, nbytes, stream)
-        if status:
-            self._check("cuMemcpyAsync", status)
-
-    def copy_pitched(self, copy: PitchedCopy, stream: int) -> None:
-        """Enqueue a copy between device memories, either of which may be a peer's, in one call whatever its height."""
-        if copy.height == 1:
-            self.copy(copy.destination, copy.source, copy.width, stream)
-            return
-        arguments = _PitchedCopy(
-            source_kind=_DEVICE_MEMORY,
-            source_device=copy.source,
-            source_pitch=copy.source_pitch,
-            destination_kind=_DEVICE_MEMORY,
-            destination_device=copy.destination,
-            destination_pitch=copy.destination_pitch,
-            width=copy.width,
-            height=copy.height,
-        )
-        status = self._copy_2d(ctypes.addressof(arguments), stream)
-        if status:
-            self._check("cuMemcpy2DAsync", status)
+    def copy(self, copies: Copies, stream: int) -> None:
+        """Enqueue the copies on ``stream``."""
+        for destination, source, nbytes in copies.flat:
+            status = self._copy(destination, source, nbytes, stream)
+            if status:
+                self._check("cuMemcpyAsync", status)
+        for address in copies.addresses:
+            status = self._copy_2d(address, stream)
+            if status:
+                self._check("cuMemcpy2DAsync", status)
 
     def enqueue(self, operations: MemoryOperations, stream: int) -> None:
         """Enqueue the operations on ``stream``."""

@@ -19,16 +19,13 @@ class Stream:
         self.device = device
         self.waited: list[Any] = []
 
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
-
-    def wait_event(self, event: Event) -> None:
-        self.waited.append(event)
-
 
 class Event:
     def record(self, stream: Stream) -> None:
         self.stream = stream
+
+    def wait(self, stream: Stream) -> None:
+        stream.waited.append(self)
 
 
 class Devices:
