@@ -210,6 +210,9 @@ class Port(Protocol):
             TransferError: if a storage differs from its description in the manifest.
         """
 
+    def copy_out(self, batch: Batch, payload: Any) -> None:
+        """What :meth:`pack` copies, without digests, to a payload in this port's kind of memory. Raises as it."""
+
     def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
         """Copies boxes out of a payload, which may be overwritten once this has ended. Raises as :meth:`pack`."""
 
@@ -270,7 +273,7 @@ class HostPort:
         return Done(digests)
 
     def copy_out(self, batch: Batch, payload: Bytes) -> None:
-        """What :meth:`pack` copies, without digests."""
+        """See :class:`Port`."""
         for piece in batch.pieces:
             np.copyto(_packed(payload, piece), elements(piece.view, self._memory, piece.dtype, self._where))
 

@@ -63,7 +63,7 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
         choices=[kind.value for kind in PayloadKind],
         default=defaults.payload.value,
         help="what travels: whole versions, or delta, which sends only elements that changed since the version that an "
-        "engine serves and keeps a copy of the weights in every rank; on CPUs only; %(default)s by default",
+        "engine serves and keeps a copy of the weights in every rank, beside them; %(default)s by default",
     )
     parser.add_argument(
         f"--{prefix}weight-format",

@@ -66,7 +66,7 @@ class RefitSession:
 
     Raises:
         UnsupportedModelError: if a module has no configuration and none is given.
-        ValueError: if the arguments are of different kinds of models, or deltas are asked for of weights on a GPU.
+        ValueError: if the arguments are of different kinds of models.
     """
 
     def __init__(
@@ -85,11 +85,6 @@ class RefitSession:
         source = source_of(model, vocab_size, config, tp_group)
         self._options = options or RefitOptions()
         self._sends_deltas = self._options.payload is PayloadKind.DELTA
-        if self._sends_deltas and source.device.type != "cpu":
-            raise ValueError(
-                f"payload is delta and the weights are on {source.device}; changes are found in host memory "
-                "only: send weights on GPUs with payload whole"
-            )
         self._snapshot = Snapshot()
         self.exchange = default_exchange(group)
         if self._options.weight_format.is_quantized:
