@@ -404,6 +404,11 @@ class WeightGroup:
         dtype = self.local_shards().dtype
         return quantization.assemble(index, slot.buffers, dtype, self._trained, transposed=transposed)
 
+    def release_derived(self) -> None:
+        """Free what a format has derived from the gathered weights: the GEMMs that read them have been enqueued."""
+        if self._quantized is not None:
+            self._quantized[0].release()
+
     def trained(self) -> tuple[bool, ...]:
         """For each weight, whether it is trained."""
         # Not through __torch_function__, which would take most of the time.

@@ -153,7 +153,12 @@ class ETPShardedParam(Shard):
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None] | torch.Tensor | None:
-        """Reduce the full gradients into the shards. Usually returns None for autograd; see :meth:`reduce_wgrads`."""
+        """Reduce the full gradients into the shards. Usually returns None for autograd; see :meth:`reduce_wgrads`.
+
+        Transformer Engine calls it last, when its GEMMs have been enqueued.
+        """
+        if self._format is not None:
+            self.weight_group.release_derived()
         if isinstance(wgrads, torch.Tensor):
             return self.driver.reductions.take(self.weight_group, [wgrads])[0]
         return self.driver.reductions.take(self.weight_group, wgrads)

@@ -212,6 +212,7 @@ def _compare(
             # More ranks: their sum rounds in another order than ours; replicated gradients are summed in NCCL's.
             bound = 0.0 if world_size <= 2 and name in layouts else 2.0**-7 * mean.abs().max().item()
             assert ((found - wanted).abs() <= bound).all(), (kind, name)
+        assert not runtime.groups[0]._copies()[0].derived, "derived columns were kept"  # type: ignore[attr-defined]
     assert not sharded._fp8_workspaces, "a full quantized copy was kept"
     gathered = sum(runtime.counters.gather_bytes.values())
     gathers = sum(runtime.counters.gathers.values())
