@@ -63,6 +63,7 @@ class Gathers:
         self._hooks = hooks
         self._in_use: WeightGroup | None = None
         self._largest_group = 0
+        self._lookahead = max(_LOOKAHEAD, config.prefetch_depth)
 
     # One visit -----------------------------------------------------------------------------------------------
 
@@ -163,7 +164,11 @@ class Gathers:
         in_flight, number, epoch = 0, self._passes.number, self._weights.epoch
         needed_earlier, stamp = {in_use}, self._weights.stamp
         cache = self._modes.now.cache
-        for reading in self._ahead(timeline):
+        # The next visits, nearest first, in this pass and the next one.
+        readings = timeline.upcoming(self._lookahead)
+        if len(readings) < self._lookahead and self._knows_next(timeline):
+            readings = [*readings, *self._passes.expected(self._lookahead - len(readings))]
+        for reading in readings:
             if in_flight >= budget:
                 return
             group = reading.group
@@ -182,14 +187,6 @@ class Gathers:
             if group.pending:
                 in_flight += group.nbytes
             needed_earlier.add(group.slot)
-
-    def _ahead(self, timeline: Timeline[Reading]) -> Sequence[Reading]:
-        """The next visits, nearest first, in this pass and the next one."""
-        count = max(_LOOKAHEAD, self._config.prefetch_depth)
-        upcoming = timeline.upcoming(count)
-        if len(upcoming) == count or not self._knows_next(timeline):
-            return upcoming
-        return [*upcoming, *self._passes.expected(count - len(upcoming))]
 
     def _knows_next(self, timeline: Timeline[Reading]) -> bool:
         """Whether gathers may be started for the next pass.

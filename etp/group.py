@@ -352,12 +352,7 @@ class WeightGroup:
                 parts = quantization.moved(index, slot.buffers, columns=columns)
                 gather = partial(route.transport.all_gather_parts, parts, self.gather_label)
             else:
-                gather = partial(
-                    route.transport.all_gather,
-                    slot.buffers,
-                    self.local_shards() if self.format is None else self.sources(),
-                    self.gather_label,
-                )
+                gather = partial(route.transport.all_gather, slot.buffers, self.sources(), self.gather_label)
             self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes

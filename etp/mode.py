@@ -108,8 +108,6 @@ class Modes:
 
     def update(self) -> None:
         """Change modes if a capture has begun or ended since the last call."""
-        if self.now.capture is None and not (self.possible and torch._C._cuda_isCurrentStreamCapturing()):
-            return
         if not self._groups:
             return
         capture = self._current_capture(self._groups[0].spec.device)

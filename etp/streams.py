@@ -88,16 +88,6 @@ def current_stream(device: torch.device) -> Any:
     return _stream(*torch._C._cuda_getCurrentStream(device.index))
 
 
-def enqueue(work: Callable[[], None]) -> Callable[[], InFlight]:
-    """Work that only enqueues, in the form that :meth:`Lane.start` takes."""
-
-    def start() -> InFlight:
-        work()
-        return InFlight()
-
-    return start
-
-
 def let_follow(stream: Any, other: Any) -> None:
     """Order ``stream`` after all work enqueued on ``other`` so far; no-op if they are the same, or both None."""
     if stream != other:
@@ -152,18 +142,19 @@ class Lane:
             # High priority: a copy or collective that is ready should not queue behind a wave of GEMM blocks.
             self._stream = self._device_module.Stream(device=device, priority=-1)
         self._forked = False
-        self.tail: Any = None
-        """An event after the work started last in this mode; None before any, and without streams."""
+        """Whether any work was started in this mode."""
 
     def change_mode(self) -> None:
         """Drop events recorded so far: a capture begins, with the device idle, or has ended."""
-        self._forked, self.tail = False, None
+        self._forked = False
 
-    def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None, label: str = "") -> Ready:
+    def start(
+        self, work: Callable[[], InFlight | None], *, waits: Sequence[Any] | None = None, label: str = ""
+    ) -> Ready:
         """Start ``work`` on the lane.
 
         Args:
-            work: starts the collective and returns a handle to it.
+            work: starts the collective and returns a handle to it, or None if it is only enqueued.
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all work enqueued on the current stream so far.
             label: names the work in profiles; see [Note: profiler ranges].
@@ -193,24 +184,23 @@ class Lane:
         finally:
             torch._C._cuda_setStream(number, index, kind)
 
-    def _started(self, work: Callable[[], InFlight]) -> Ready:
+    def _started(self, work: Callable[[], InFlight | None]) -> Ready:
         """Start ``work`` on the lane's stream, which is the calling one."""
-        started = work()
+        started = work() or InFlight()
         started.join()
-        self.tail = event = self._new_event()
-        event.record(self._stream)
+        event = self.mark(self._stream)
         started.expect(event)
         return Ready(None, (event, *started.beside), self)
 
     def follow(self, other: Lane) -> None:
         """Order work started from now on after all work started on ``other`` in this mode."""
-        if other.tail is not None:
-            other.tail.wait(self._stream)
+        if other._forked:
+            other.mark(other._stream).wait(self._stream)
 
     def join(self) -> None:
         """Order the caller's stream after all work started in this mode; no-op without streams."""
-        if self.tail is not None:
-            self.tail.wait(self.current_stream())
+        if self._forked:
+            self.mark(self._stream).wait(self.current_stream())
 
     def mark(self, stream: Any = None) -> Any:
         """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams."""

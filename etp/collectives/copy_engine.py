@@ -7,8 +7,9 @@ engines, with no handshake. Gathering shards that were not published raises Stal
 keeps them in symmetric memory, no copy is made; the owner must then wait for the readers itself
 (:meth:`CopyEngineTransport.finish_reading`) before changing them.
 
-The copies of a gather are planned once for each pair of shards and slot. One copy per peer is enough even for all
-experts of a layer, if these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
+The copies of a gather are planned once for each pair of shards and slot, those of a reduction and the launches of its
+sum once for each gradient's buffer, sink and place in the ring. One copy per peer is enough even for all experts of a
+layer, if these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
 
 [Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it waits for the GEMM's last
 wave, and so does all later work in its stream. A gather therefore copies this rank's own chunk on a separate stream,
@@ -133,7 +134,7 @@ class _Sum:
     """What one gradient's reduction enqueues for its way through one place of the ring.
 
     Attributes:
-        conditions: what it is valid for, besides the gradient, the place and the label. It keeps no memory alive.
+        conditions: what it is valid for, besides the gradient and the label. It keeps no memory alive.
         sends: the copies to the peers.
         purpose: identifies the reduction to the peers.
         launches: sum it; see :func:`etp.collectives.sums.accumulate_parts`. Empty before the first time.
@@ -158,29 +159,15 @@ class _Channel(IntEnum):
 _CHANNELS = _Channel.STAGE_FREE + _PLACES
 
 
-class _Reduction(InFlight):
-    """A reduction in flight, which waits for the peers' parts."""
+class _AmongPeers(InFlight):
+    """Work in flight that waits for peers: on the calling stream, or on the first event's if there are any."""
 
-    def __init__(self, transport: CopyEngineTransport, label: str) -> None:
-        self._transport = transport
-        self._label = label
+    def __init__(self, transport: CopyEngineTransport, label: str, *beside: Any) -> None:
+        self._transport, self._label, self.beside = transport, label, beside
 
     def expect(self, end: Any) -> None:
         """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(end, self._label)
-
-
-class _StagedGather(InFlight):
-    """A gather of staged shards in flight, beside the calling stream."""
-
-    def __init__(self, transport: CopyEngineTransport, label: str, from_peers: Any, own: Any) -> None:
-        super().__init__(from_peers, own)
-        self._transport, self._label = transport, label
-
-    def expect(self, end: Any) -> None:
-        """See :class:`etp.streams.InFlight`. The calling stream's ``end`` waits for no peer."""
-        del end
-        self._transport.expect(self.beside[0], self._label)
+        self._transport.expect(self.beside[0] if self.beside else end, self._label)
 
 
 class CopyEngineTransport(Transport):
@@ -296,8 +283,7 @@ class CopyEngineTransport(Transport):
             # This rank's own chunks are read on a separate stream.
             self._local_end.wait(current_stream(self._device))
         self._gathered, self._local_end = False, None
-        self._signals.send(channel, self._stream())
-        self._signals.receive(channel, self._stream())
+        self._signals.exchange(channel, self._stream())
 
     def _place(self, groups: Sequence[Stack]) -> None:
         """Assign these shards their published addresses, and plan the copies that update the arena."""
@@ -401,7 +387,7 @@ class CopyEngineTransport(Transport):
         self._signals.send(_Channel.STAGE_FREE + staged.number, handle)
         from_peers.record(copying)
         self._own_read[staged.number] = own
-        return _StagedGather(self, label, from_peers, own)
+        return _AmongPeers(self, label, from_peers, own)
 
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
         def copies(rank: int) -> list[PitchedCopy]:
@@ -416,7 +402,7 @@ class CopyEngineTransport(Transport):
         """See :class:`etp.collectives.base.Transport`. Sums in at least fp32 whatever the gradients' dtype."""
         size = wgrads.nbytes // self._size * len(wgrads.tensors)
         ring, place, number = self._place_for(self._ring, _aligned((self._size - 1) * size))
-        conditions = ring.addresses, sinks.runs, sinks.dtype, divisor, accumulate
+        conditions = ring.addresses, place, sinks.runs, sinks.dtype, divisor, accumulate
         known = wgrads.plans.get((label, number))
         if not isinstance(known, _Sum) or known.conditions != conditions:
             sends = [copy for peer in self._peers for copy in self._sends(wgrads, peer, ring.addresses[peer] + place)]
@@ -424,15 +410,14 @@ class CopyEngineTransport(Transport):
         stream, signals = self._stream(), self._signals
         signals.receive(_Channel.PLACE_FREE + number, stream)
         self._driver.copy(known.sends, stream)
-        signals.send(_Channel.ARRIVED + number, stream, known.purpose)
-        signals.receive(_Channel.ARRIVED + number, stream, known.purpose)
+        signals.exchange(_Channel.ARRIVED + number, stream, known.purpose)
         for launch in known.launches:
             launch(stream=stream)
         if not known.launches:
             parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
             known.launches = accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
         signals.send(_Channel.PLACE_FREE + number, stream)
-        return _Reduction(self, label)
+        return _AmongPeers(self, label)
 
     def _sends(self, wgrads: Stack, peer: int, place: int) -> list[PitchedCopy]:
         """The copies of ``peer``'s chunk of each gradient into this rank's row of the ``place`` in the peer's ring."""
@@ -453,10 +438,9 @@ class CopyEngineTransport(Transport):
         _, _, number = self._place_for(self._ring, 0)
         stream, purpose = self._stream(), _purpose("\n".join((label, *members)))
         self._signals.receive(_Channel.PLACE_FREE + number, stream)
-        self._signals.send(_Channel.ARRIVED + number, stream, purpose)
-        self._signals.receive(_Channel.ARRIVED + number, stream, purpose)
+        self._signals.exchange(_Channel.ARRIVED + number, stream, purpose)
         self._signals.send(_Channel.PLACE_FREE + number, stream)
-        return _Reduction(self, label)
+        return _AmongPeers(self, label)
 
     def _place_for(self, ring: _Ring, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
         """The next place of a ring: its memory (enlarged if needed), the place's offset in bytes, its number."""

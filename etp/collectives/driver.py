@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Self
 
 from etp.errors import EtpCommunicationError
 from etp.stack import PitchedCopy
@@ -37,25 +36,19 @@ class _MemoryOperation(ctypes.Structure):
 
 
 class MemoryOperations:
-    """A batch of waits for and writes of 32-bit words in memory, made once and enqueued any number of times."""
+    """A batch of writes to and waits for 32-bit words in memory, made once and enqueued any number of times.
 
-    def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
+    Once all earlier work of the stream is visible, each word of ``raised``, own or a peer's, is set to ``value``. Then
+    the stream waits until each word of ``taken``, on this device, is ``value``, and sets all of these to 0.
+    """
+
+    def __init__(self, value: int, *, raised: Sequence[int] = (), taken: Sequence[int] = ()) -> None:
+        operations = [(_WRITE_VALUE_32, address, value, 0) for address in raised]
+        operations += [(_WAIT_VALUE_32, address, value, _WAIT_UNTIL_EQUAL) for address in taken]
+        operations += [(_WRITE_VALUE_32, address, 0, 0) for address in taken]
         self.count = len(operations)
-        self._batch = (_MemoryOperation * self.count)(
-            *(_MemoryOperation(kind, address, value, flags, 0, 0) for kind, address, value, flags in operations)
-        )
-        self.address = ctypes.addressof(self._batch)
-
-    @classmethod
-    def take_flags(cls, addresses: Sequence[int], value: int) -> Self:
-        """Wait until the word at each of this device's ``addresses`` is ``value``, then set all of them to 0."""
-        waits = [(_WAIT_VALUE_32, address, value, _WAIT_UNTIL_EQUAL) for address in addresses]
-        return cls([*waits, *((_WRITE_VALUE_32, address, 0, 0) for address in addresses)])
-
-    @classmethod
-    def raise_flags(cls, addresses: Sequence[int], value: int) -> Self:
-        """Write ``value`` to each address, own or peer's, once all earlier work of the stream is visible."""
-        return cls([(_WRITE_VALUE_32, address, value, 0) for address in addresses])
+        self.batch = (_MemoryOperation * self.count)(*(_MemoryOperation(*each, 0, 0) for each in operations))
+        self.address = ctypes.addressof(self.batch)
 
 
 class _PitchedCopy(ctypes.Structure):

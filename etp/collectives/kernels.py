@@ -68,22 +68,19 @@ def accumulate_parts(
     One launch for all gradients whose sinks, and own parts, lie at a constant distance.
     """
     numel, row = sinks.numel, len(sinks) * sinks.numel
-    again: list[Callable[..., None]] = []
     if numel == 0:
-        return again
+        return []
     world = parts.numel() // row + (own is not None)
     others = parts.view(-1)
     mine = sinks if own is None else own
+    again: list[Callable[..., None]] = []
     for first, count in sinks.joint_runs(mine):
         grid = (triton.cdiv(numel, _BLOCK), count, 1)
-        tensors = (
-            others[first * numel :],
-            mine[first].view(-1)[rank * numel :] if own is not None else parts,
-            sinks[first],
-        )
+        own_part = mine[first].view(-1)[rank * numel :] if own is not None else parts
+        tensors = others[first * numel :], own_part, sinks[first]
         strides = _stride(mine, first, count), _stride(sinks, first, count)
         constants = rank, world, own is not None, divisor != 1, accumulate, _BLOCK
-        numbers = (numel, row, *strides, float(divisor), *constants)
+        numbers = numel, row, *strides, float(divisor), *constants
         compiled = _accumulate_parts[grid](*tensors, *numbers, num_warps=_WARPS)
         # Nothing is compiled under Triton's interpreter.
         if compiled is not None:

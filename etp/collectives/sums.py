@@ -32,8 +32,8 @@ def accumulate_parts(
         rank: this rank's place in the sum.
 
     Returns:
-        launches that do the same again at the same addresses, for a fraction of the host time. Each takes ``stream``, a
-        CUDA stream's handle, and keeps no memory alive. Empty if they do not exist.
+        launches that do the same again, at the same addresses and without looking at the tensors; their argument
+        ``stream`` is a CUDA stream's handle. Empty without the kernel.
     """
     if _kernel_applies(parts, sinks):
         from etp.collectives import kernels

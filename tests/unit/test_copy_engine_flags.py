@@ -119,23 +119,17 @@ class _Driver:
             await_slot = Operation("await slot", (_SLOT + self._machine.current,), self._machine.gather)
             program += [await_slot, reading, reading]
 
-    def enqueue(self, operations: Operation, stream: int) -> None:
-        self._machine.me().programs[stream].append(operations)
+    def enqueue(self, operations: Sequence[Operation], stream: int) -> None:
+        self._machine.me().programs[stream].extend(operations)
 
     def allow_calls_during_capture(self) -> None:
         pass
 
 
-class _Operations:
-    """What :class:`_Driver` records of flags that are taken or raised."""
-
-    @staticmethod
-    def take_flags(addresses: Sequence[int], value: int) -> Operation:
-        return Operation("take", tuple(addresses), value)
-
-    @staticmethod
-    def raise_flags(addresses: Sequence[int], value: int) -> Operation:
-        return Operation("raise", tuple(addresses), value)
+def _operations(value: int, *, raised: Sequence[int] = (), taken: Sequence[int] = ()) -> list[Operation]:
+    """What :class:`_Driver` records of flags that are raised and taken."""
+    both = (Operation("raise", tuple(raised), value), Operation("take", tuple(taken), value))
+    return [operation for operation in both if operation.addresses]
 
 
 class _Buffer:
@@ -204,7 +198,7 @@ def machine_of(size: int, *, apart: bool = False) -> Iterator[tuple[Machine, lis
             patch.setattr(module, "SymmetricBuffer", lambda _group, nbytes, _device: _Buffer(machine, nbytes))
             patch.setattr(module, "CudaDriver", lambda: _Driver(machine))
             patch.setattr(dist, "get_rank", lambda _group=None: machine.current)
-        patch.setattr(symmetric, "MemoryOperations", _Operations)
+        patch.setattr(symmetric, "MemoryOperations", _operations)
         patch.setattr(dist, "get_world_size", _always(size))
         patch.setattr(dist, "get_process_group_ranks", _always(list(range(size))))
         patch.setattr(copy_engine, "Copies", tuple)

@@ -27,7 +27,6 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     numbers: list[int] = []
     monkeypatch.setattr(Modes, "_current_capture", lambda *_: numbers[-1] if numbers else None)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: bool(numbers), raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Modes, "captures_part", lambda modes, _: modes.now.is_part and bool(numbers))
     yield numbers
