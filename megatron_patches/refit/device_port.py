@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_patches.refit.device_tables import VALUES, Part, Shape, describe
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Places, Spot, host_bytes
+from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Places, Spot, Writing, host_bytes
 from megatron_patches.refit.staging import Room, StagingPool
 
 _MASK = (1 << 64) - 1
@@ -93,8 +93,9 @@ class DevicePort:
         """See :class:`megatron_patches.refit.ports.Port`."""
         return self._stream is not None
 
-    def renew(self, memory: Mapping[str, torch.Tensor]) -> None:
+    def renew(self, memory: Mapping[str, torch.Tensor], writing: Writing | None = None) -> None:
         """See :class:`megatron_patches.refit.ports.Port`; waits for the work on the caller's stream."""
+        self._writing = writing
         if _device_of(memory, self._where) != self._device:
             raise TransferError(f"the storages on {self._where} have moved from {self._device} to another device")
         self._memory = memory
@@ -155,7 +156,7 @@ class DevicePort:
         """Waits for work under way, returns the buffer, and drops the storages."""
         if self._stream is not None:
             self._stream.synchronize()
-        self._memory = {}
+        self._memory, self._writing = {}, None
         self._bounce.close()
 
     def on_stream(self) -> AbstractContextManager[Any]:
@@ -205,7 +206,10 @@ class DevicePort:
     def _compile(
         self, batch: Batch, payload: torch.Tensor | None
     ) -> Iterator[tuple[Shape, torch.Tensor, torch.Tensor]]:
-        """Shape, table and tiles of each launch for a batch; recomputed if memory has moved."""
+        """Shape, table and tiles of each launch for a batch; recomputed if memory has moved.
+
+        The current stream waits until the memory is written.
+        """
         past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
         found = self._compiled.get(batch)
         names = found.names if found is not None else sorted({piece.view.storage for piece in batch.pieces})
@@ -225,6 +229,8 @@ class DevicePort:
                 moved[:, VALUES] += origins[part.storages] // part.shape.width
                 tables.append(self._upload(moved))
             found.addresses, found.tables = addresses, tables
+        if self._writing is not None:
+            self._writing.await_written(names)
         for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
             yield part.shape, table, tiles
 

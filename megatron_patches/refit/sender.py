@@ -19,7 +19,7 @@ from megatron_patches.refit.loads import Load, LoadKey, Terms, cut_into_loads
 from megatron_patches.refit.packets import Packet, Packing
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.port_choice import open_port
-from megatron_patches.refit.ports import Batch, Memory, Payload, Shared, Spot
+from megatron_patches.refit.ports import Batch, Memory, Payload, Shared, Spot, Writing
 from megatron_patches.refit.staging import StagingPool
 
 _GROWTH = 3  # factor by which groups of loads that are digested together grow
@@ -62,13 +62,17 @@ class Sender:
         self._waves: dict[tuple[LoadKey, ...], Batch] = {}
         self._batches = {load.key: load.batch(shapes, read=True) for loads in self.loads.values() for load in loads}
 
-    def renew(self, memory: Memory) -> None:
+    def renew(self, memory: Memory, writing: Writing | None = None) -> None:
         """Switches to the current storages, for the next version.
+
+        Args:
+            memory: the storages, by name.
+            writing: what is still writing to them; None if they are written.
 
         Raises:
             TransferError: if their kind of memory has changed.
         """
-        self._port.renew(memory)
+        self._port.renew(memory, writing)
 
     def relate_to(self, base: Base | None) -> None:
         """Sends packed loads as what differs from a base, where that is less; or all of them whole.

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.refit_ranks import Weights as HeldWeights
 from megatron_patches.refit import delta_kernels
-from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.delta import Base, delta_bytes
 from megatron_patches.refit.delta import encode as host_encode
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import SingleProcess
 from megatron_patches.refit.loads import Terms, links_of
+from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Batch, HostPort, Payload, Piece
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.unpacker import Unpacker
+from megatron_patches.refit.weight_format import WeightFormat
 from tests.gpu.devices import needs_gpus
 from tests.unit.refit.test_device_delta import (
     FRACTIONS,
@@ -173,6 +178,44 @@ def test_a_version_is_sent_relative_to_the_last_one(fraction: float, on_host: bo
         sender.close()
         unpacker.close()
     assert [pool.leased_bytes for pool in pools] == [0, 0]
+
+
+def test_loads_are_read_when_they_are_quantized() -> None:
+    """What quantizes begins 0.1 s after the loads were asked for; nothing but the last storage is waited for."""
+    shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (4096, 1024) for layer in range(24)}
+    weights = {name: uneven((4096, 1024), at % 3) for at, name in enumerate(shapes)}
+    manifest, memory = held_by(0, weights, [Box(name, (0, 0), shape) for name, shape in shapes.items()])
+    source = Fp8BlockSource(
+        HeldWeights(shapes, manifest, {name: flat.cuda() for name, flat in memory.items()}, torch.device("cuda")),
+        WeightFormat.FP8_BLOCK,
+        SingleProcess(),
+    )
+    held = source.describe(0).manifest
+    specs = [TensorSpec(one.box.tensor, one.box.shape, held.storage[one.view.storage].dtype) for one in held.placements]
+    plan = make_plan(specs, [held], [held])
+    terms = dict.fromkeys(links_of(plan), Terms(packet_bytes=5 << 20))
+    sender: Sender | None = None
+    for number in range(2):
+        with torch.cuda.stream(source.stream()):
+            for flat in source.look_up().values() if number else ():
+                cast("torch.Tensor", flat).view(torch.uint8).fill_(0x55)
+            torch.cuda._sleep(200_000_000)
+        source.settle()
+        if sender is None:
+            sender = Sender(plan, 0, source.look_up(), terms)
+        sender.renew(source.look_up(), source)
+        slots = [torch.empty(load.nbytes, dtype=torch.uint8, device="cuda") for load in sender.loads[0]]
+        packing = [sender.pack_into(load, number, slot) for load, slot in zip(sender.loads[0], slots, strict=True)]
+        if number:  # the first time, tables are uploaded in between
+            assert not packing[0].done()
+        packets = [one.result() for one in packing]
+        source.confirm()
+        source.finish()
+        sender.renew(source.look_up())
+        for load, packet, slot in zip(sender.loads[0], packets, slots, strict=True):
+            again = torch.empty_like(slot)
+            assert sender.pack_into(load, number, again).result().digests == packet.digests
+            assert torch.equal(again, slot)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
