@@ -395,9 +395,8 @@ class WeightGroup:
         slot.reads[reader] = None
         if self.format is None:
             return slot.weights(self.layout.rows, self._trained)
-        quantization, index = self._copies()
-        dtype = self.local_shards().dtype
-        return quantization.assemble(index, slot.buffers, dtype, self._trained, transposed=transposed)
+        quantization, index = self._quantized or self._copies()
+        return quantization.assemble(index, slot.buffers, self._trained, transposed=transposed)
 
     def release_derived(self) -> None:
         """Free what a format has derived from the gathered weights: the GEMMs that read them have been enqueued."""

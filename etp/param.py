@@ -137,7 +137,7 @@ class ETPShardedParam(Shard):
             TypeError: under hooks on saved tensors, which would pass TE's backward a plain tensor instead of the shard.
             ValueError: under a quantization recipe that sharded weights do not support, with the way out.
         """
-        self._format = active_format(self.fqn)
+        self._format = active_format(self.fqn, self._format)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise TypeError(
                 f"{self.fqn} is used by a Transformer Engine module under hooks on saved tensors, which replace the "

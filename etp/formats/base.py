@@ -116,15 +116,12 @@ class Quantization(ABC):
         """Complete the copies, given the numbers of all ranks, ``[ranks, n]`` in the order of the process group."""
 
     @abstractmethod
-    def assemble(
-        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
-    ) -> list[torch.Tensor]:
-        """The weights of group ``index`` as Transformer Engine's quantized tensors, of logical shape.
+    def assemble(self, index: int, gathered: Stack, trained: Sequence[bool], *, transposed: bool) -> list[torch.Tensor]:
+        """The weights of group ``index`` as Transformer Engine's quantized tensors, of logical shape and nominal dtype.
 
         Args:
             index: the group's place among those of the quantization.
             gathered: the bytes of each weight, of :meth:`WeightFormat.gathered_shape`.
-            dtype: the nominal dtype of the returned tensors.
             trained: ``requires_grad`` of each weight.
             transposed: whether they are for the GEMM of the input's gradient, which reads columns.
 

@@ -67,15 +67,13 @@ class _TensorQuantization(QuantizedShards[Float8PerTensor]):
         for number, (weight, copy) in enumerate(self.weights()):
             copy.copy_(to_e4m3(weight, self._scales[number]))
 
-    def assemble(
-        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
-    ) -> list[torch.Tensor]:
+    def assemble(self, index: int, gathered: Stack, trained: Sequence[bool], *, transposed: bool) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
         from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
         # Blackwell's GEMMs read rows in the backward pass too.
         transposed = transposed and not is_non_tn_fp8_gemm_supported()
-        return super().assemble(index, gathered, dtype, trained, transposed=transposed)
+        return super().assemble(index, gathered, trained, transposed=transposed)
 
     def arrays(self, index: int, gathered: Stack, *, columns: bool) -> tuple[list[Sequence[torch.Tensor]], bool]:
         """See :class:`etp.formats.quantized.QuantizedShards`."""

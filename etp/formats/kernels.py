@@ -100,15 +100,8 @@ class TileTable(Table):
 
     def __init__(self, matrices: Sequence[Tiled]) -> None:
         entries = [
-            (
-                one.source.data_ptr(),
-                one.target.data_ptr(),
-                *one.source.shape,
-                one.source.stride(0),
-                one.place,
-                *one.steps,
-            )
-            for one in matrices
+            (source.data_ptr(), target.data_ptr(), *source.shape, source.stride(0), place, *steps)
+            for source, target, place, steps in ((one.source, one.target, one.place, one.steps) for one in matrices)
         ]
         sources = [one.source for one in matrices]
         # All rows begin and end at multiples of 16 elements and bytes.
@@ -132,12 +125,8 @@ def _tile(matrices, owners, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl
     matrix = matrices + tl.load(owners + program).to(tl.int64) * 9
     source, target = tl.load(matrix), tl.load(matrix + 1)
     rows, columns, pitch = tl.load(matrix + 2), tl.load(matrix + 3), tl.load(matrix + 4)
-    place, step_down, step_right, first = (
-        tl.load(matrix + 5),
-        tl.load(matrix + 6),
-        tl.load(matrix + 7),
-        tl.load(matrix + 8),
-    )
+    place, first = tl.load(matrix + 5), tl.load(matrix + 8)
+    step_down, step_right = tl.load(matrix + 6), tl.load(matrix + 7)
     if aligned:
         # So that loads and stores are of 16 bytes: Triton cannot know this of numbers that it reads from memory.
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
@@ -242,13 +231,7 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _largest(  # type: ignore[no-untyped-def]
-    matrices,
-    owners,
-    numbers,
-    dtype: tl.constexpr,
-    aligned: tl.constexpr,
-    checked: tl.constexpr,
-    tile: tl.constexpr,
+    matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, checked: tl.constexpr, tile: tl.constexpr
 ) -> None:
     source, _, pitch, down, across, place = _tile(matrices, owners, dtype, aligned, tile)
     a, b, c, d = _read_all(source, pitch, down, across, tile)
@@ -310,15 +293,7 @@ def transpose(matrices: torch.Tensor) -> torch.Tensor:
     count, rows, columns = matrices.shape
     out = torch.empty((count, columns, rows), dtype=torch.uint8, device=matrices.device)
     grid = (triton.cdiv(rows, _DOWN), triton.cdiv(columns, _ACROSS), count)
-    _transpose[grid](
-        matrices,
-        out,
-        rows,
-        columns,
-        matrices.stride(0),
-        columns * rows,
-        down=_DOWN,
-        across=_ACROSS,
-        num_warps=_TRANSPOSE_WARPS,
-    )
+    strides = matrices.stride(0), columns * rows
+    constants = {"down": _DOWN, "across": _ACROSS, "num_warps": _TRANSPOSE_WARPS}
+    _transpose[grid](matrices, out, rows, columns, *strides, **constants)
     return out

@@ -119,8 +119,4 @@ class _MXFP8Quantization(ApartQuantization[MXFP8]):
 
         # As Transformer Engine quantizes a weight for the forward pass: by rows.
         quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
-        return MXFP8Tensor, {
-            "fp8_dtype": quantizer.dtype,
-            "quantizer": quantizer,
-            "with_gemm_swizzled_scales": False,
-        }
+        return MXFP8Tensor, {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, "with_gemm_swizzled_scales": False}

@@ -113,17 +113,16 @@ class QuantizedShards[F: WeightFormat](Quantization):
 
     # Tensors -------------------------------------------------------------------------------------------------
 
-    def assemble(
-        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
-    ) -> list[torch.Tensor]:
+    def assemble(self, index: int, gathered: Stack, trained: Sequence[bool], *, transposed: bool) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
-        self.release()
+        if self.derived:
+            self.release()
         made = gathered.notes_of(self)
-        key = index, transposed, dtype, tuple(trained)
+        key = index, transposed, tuple(trained)
         tensors = made.get(key)
         if tensors is None:
             # Once for each slot, because making 128 takes a millisecond.
-            tensors = made[key] = [self._tensor(index, dtype, each, columns=transposed) for each in trained]
+            tensors = made[key] = [self._tensor(index, each, columns=transposed) for each in trained]
         arrays = made.get((index, transposed))
         if arrays is None:
             arrays, is_new = self.arrays(index, gathered, columns=transposed)
@@ -137,9 +136,8 @@ class QuantizedShards[F: WeightFormat](Quantization):
 
     def release(self) -> None:
         """See :class:`etp.formats.base.Quantization`."""
-        if self.derived:
-            self.fill(self.derived, [repeat(None)] * _MOST_ARRAYS, columns=False)
-            self.derived = []
+        self.fill(self.derived, [repeat(None)] * _MOST_ARRAYS, columns=False)
+        self.derived = []
 
     @abstractmethod
     def arrays(self, index: int, gathered: Stack, *, columns: bool) -> tuple[list[Sequence[torch.Tensor]], bool]:
@@ -156,11 +154,16 @@ class QuantizedShards[F: WeightFormat](Quantization):
     def kind(self) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
         """Transformer Engine's class, and those arguments of its tensors that are the same for all weights."""
 
-    def _tensor(self, index: int, dtype: torch.dtype, requires_grad: bool, *, columns: bool) -> torch.Tensor:
+    def _tensor(self, index: int, requires_grad: bool, *, columns: bool) -> torch.Tensor:
         cls, options = self.kind
-        shape = self.layouts[index].shape
-        empty = self.empty(columns=columns)
-        return cls(shape=shape, dtype=dtype, device=self.device, requires_grad=requires_grad, **options, **empty)
+        return cls(
+            shape=self.layouts[index].shape,
+            dtype=self._shards[index].dtype,
+            device=self.device,
+            requires_grad=requires_grad,
+            **options,
+            **self.empty(columns=columns),
+        )
 
     def fill(self, tensors: Iterable[Any], arrays: Iterable[Iterable[Any]], *, columns: bool) -> None:
         """Set what tensors hold, to what :meth:`arrays` has returned."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import etp
+from benchmarks.host_calls import counted
 from etp.formats import quantize_nvfp4
 from tests.support import te_apart, te_emulation
 from tests.support.launch import device, on_gpus
@@ -219,6 +220,28 @@ def _compare(
     (group,) = runtime.groups
     nbytes = len(group.shards) * group.layout.padded_rows * IN * BYTES.get(recipe, 1)
     assert gathered == gathers * nbytes * (world_size - 1) // world_size
+
+
+def calls_of_visits(rank: int, world_size: int, shim: str, recipe: str) -> dict[int, dict[str, int]]:
+    """Python calls that a format adds to a visit, TE's and PyTorch's included: by experts, and by what is visited."""
+    prepare(shim, recipe)
+    import transformer_engine.pytorch as te
+
+    found = {}
+    for experts in (4, 16):
+        calls = {}
+        for enabled in (False, True):
+            layer = te.GroupedLinear(experts, IN, IN, bias=False, params_dtype=torch.bfloat16, device="cpu")
+            etp.shard_module(layer, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=128))
+            weight = cast("etp.ETPShardedParam", next(layer.parameters()))
+            for _ in range(3):
+                with _autocast(recipe, enabled), torch.no_grad():
+                    forward = counted(weight.materialize_group_for_forward, "")[1].all
+                backward = counted(weight.materialize_group_for_backward, "")[1].all
+                end = counted(weight.weight_group.release_derived, "")[1].all if enabled else 0
+            calls[enabled] = {"forward": forward, "backward": backward, "end": end}
+        found[experts] = {part: calls[True][part] - calls[False][part] for part in calls[True]}
+    return found
 
 
 def copies_equal_slices(rank: int, world_size: int, shim: str, recipe: str, transport: str) -> dict[str, bool]:

@@ -100,6 +100,26 @@ def test_rows_and_columns_are_read_in_any_order(format_: ApartFormat) -> None:
     assert answers == [2 * 3 * (2 * 3 + 6)] * 3
 
 
+CALLS = {
+    "Float8BlockScaling": {"forward": 6, "backward": 8, "end": 3},
+    "Float8CurrentScaling": {"forward": 8, "backward": 10, "end": 3},
+    "MXFP8BlockScaling": {"forward": 20, "backward": 16, "end": 3},
+    "NVFP4BlockScaling": {"forward": 22, "backward": 41, "end": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "recipe", ["Float8BlockScaling", *(pytest.param(r, marks=pytest.mark.slow) for r in [*CALLS][1:])]
+)
+def test_python_calls_of_a_format_do_not_grow(recipe: str) -> None:
+    """Nor with the number of experts; whoever makes them fewer lowers the limits."""
+    (found,) = run_distributed(bodies.calls_of_visits, 1, args=(str(SHARED), recipe), fresh=True)
+    few, many = found.values()
+    assert few == many
+    for part, calls in few.items():
+        assert 0 < calls <= CALLS[recipe][part], (part, calls)
+
+
 def test_what_is_refused_of_formats_with_rows_and_columns_apart() -> None:
     for answers in run_distributed(bodies.refused_on_blackwell, 5, args=(str(SHARED),), fresh=True):
         assert set(answers) == {"square", "dequantized", "dequantized in FP4", "4 over 6", "alignment", "too old"}

@@ -83,7 +83,7 @@ def emulating(*, square: bool) -> Iterator[list[str]]:
         shape = torch.Size(self.original_shape)
         return shape if dim is None else shape[dim]
 
-    multiply, multiplied = gemm.custom_gemm, list[str]()
+    format_, multiply, multiplied = NVFP4(square), gemm.custom_gemm, list[str]()
 
     def custom_gemm(first: Any, second: Any, *args: Any, **options: Any) -> Any:
         # In the order of TE's only call: workspace, out_dtype, quantization_params, gelu, gelu_in, accumulate, layout,
@@ -114,7 +114,7 @@ def emulating(*, square: bool) -> Iterator[list[str]]:
         return out, [None] * len(places), None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(param, "active_format", lambda _: NVFP4(square))
+        patch.setattr(param, "active_format", lambda *_: format_)
         patch.setattr(NVFP4TensorRef, "size", size)
         patch.setattr(gemm, "custom_gemm", custom_gemm)
         patch.setattr(grouped_linear, "general_grouped_gemm", general_grouped_gemm)
