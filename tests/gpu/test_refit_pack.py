@@ -11,7 +11,7 @@ import torch
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.exchange import SingleProcess
+from megatron_patches.refit.exchange import Exchange
 from megatron_patches.refit.ports import Batch, HostPort, Piece
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.staging import StagingPool
@@ -114,7 +114,7 @@ def test_weights_are_quantized_as_on_a_cpu(dtype: torch.dtype, power_of_two: boo
                 manifest,
                 power_of_two=power_of_two,
                 device=torch.device(device),
-                exchange=SingleProcess(),
+                exchange=Exchange(),
             )
             for device in ("cpu", "cuda")
         ]
