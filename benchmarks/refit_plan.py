@@ -30,7 +30,7 @@ from msgspec.msgpack import decode, encode
 from megatron_patches.refit.cluster import describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.agreement import agree_as_destination, agree_as_source
-from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING, Held, Orders
+from megatron_patches.refit.parties.messages import Held, Orders, Step
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
 from megatron_patches.refit.planning.layouts import holder_of, receiver_of
@@ -187,7 +187,7 @@ def _check(sides: Sides, fleet: Fleet, orders: Orders[list[Request]], clock: Cpu
 def _registry(sides: Sides, clock: CpuClock) -> Plan:
     fleet = Fleet(sides)
     _orders(fleet)
-    for phase, step in (("describe", DESCRIBING), ("plan", RECORDING), ("prove", PLANNING)):
+    for phase, step in (("describe", Step.DESCRIBING), ("plan", Step.RECORDING), ("prove", Step.PLANNING)):
         clock.seconds[phase] = fleet.clock.seconds[step]
     return Plan((), ())
 

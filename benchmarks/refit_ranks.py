@@ -22,7 +22,7 @@ from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.exchange import GroupExchange, SingleProcess
+from megatron_patches.refit.exchange import Exchange, GroupExchange
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held
@@ -418,7 +418,7 @@ class Bench:
 def _quantized(shapes: Mapping[str, tuple[int, ...]], manifest: Manifest) -> Manifest:
     """What a worker in block FP8 wants, whose weights are cut at multiples of a block."""
     nowhere = torch.device("meta")
-    return BlockQuantizer(shapes, manifest, power_of_two=True, device=nowhere, exchange=SingleProcess()).manifest
+    return BlockQuantizer(shapes, manifest, power_of_two=True, device=nowhere, exchange=Exchange()).manifest
 
 
 def _nbytes(manifest: Manifest) -> int:

@@ -13,7 +13,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,19 +155,13 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
     Raises:
         ValueError: on a value out of range.
     """
-    options = push_flags.options_from(args, args.refit_timeout, _PREFIX)
-    try:
-        options = replace(options, on_engine_failure=_ON_FAILURE[args.refit_on_failure], lag_s=args.refit_lag)
-    except ValueError as error:
-        raise ValueError(f"--refit-lag: {error}") from error
-    try:
-        options = replace(options, fan_out=args.refit_fan_out)
-    except ValueError as error:
-        raise ValueError(f"--refit-fan-out: {error}") from error
-    try:
-        return replace(options, fan_out_width=args.refit_fan_out_width)
-    except ValueError as error:
-        raise ValueError(f"--refit-fan-out-width: {error}") from error
+    more = {
+        "on_engine_failure": ("on-failure", _ON_FAILURE[args.refit_on_failure]),
+        "lag_s": ("lag", args.refit_lag),
+        "fan_out": ("fan-out", args.refit_fan_out),
+        "fan_out_width": ("fan-out-width", args.refit_fan_out_width),
+    }
+    return push_flags.options_from(args, args.refit_timeout, _PREFIX, more=more)
 
 
 def telemetry_from_args(args: argparse.Namespace) -> Telemetry:

@@ -14,16 +14,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_patches.refit import checkpoint_model, push_command, push_flags
+from megatron_patches.refit import push_command, push_flags
 from megatron_patches.refit.checkpoint_model import CheckpointModel
-from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import ModelMismatchError, RefitError
 from megatron_patches.refit.exchange import default_exchange, on_first
 from megatron_patches.refit.failing import fail
 from megatron_patches.refit.http_calls import HttpCalls
-from megatron_patches.refit.progress import Quiet
 from megatron_patches.refit.scoring import log_probabilities
-from megatron_patches.refit.session import RefitSession
 
 
 class Samples(msgspec.Struct):
@@ -117,21 +114,12 @@ def main(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, first: bool) -> dict[str, tuple[Agreement, Agreement]]:
     """The agreement of each engine with the trainer, before and after a push."""
-    directory = checkpoint_model.directory_of(options)
-    timeout_s = options.timeout_minutes * 60
-    settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
-    credentials = push_flags.credentials_from(options)
-    engines = http_engines(options.engines, timeout_s, credentials)
+    timeout_s, credentials = options.timeout_minutes * 60, push_flags.credentials_from(options)
     asked = [HttpCalls(url, timeout_s, credentials) for url in options.engines]
-    with checkpoint_model.loaded(options, directory, Quiet()) as found:
-        session = RefitSession(found.chunks, engines if first else [], vocab_size=found.vocab_size, options=settings)
-        try:
-            before = [_agreement(server, found, options) for server in asked]
-            session.prepare()
-            session.push(max(found.iteration, 1) if options.version is None else options.version)
-            after = [_agreement(server, found, options) for server in asked]
-        finally:
-            session.close()
+    with push_command.session_of(options, first) as (session, found):
+        before = [_agreement(server, found, options) for server in asked]
+        push_command.prepare_and_push(session, found, options)
+        after = [_agreement(server, found, options) for server in asked]
     return {server.url: pair for server, pair in zip(asked, zip(before, after, strict=True), strict=True)}
 
 

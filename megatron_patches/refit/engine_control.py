@@ -14,7 +14,7 @@ from megatron_patches.refit.engines import EngineClient, PauseMode, Sleeper, Sle
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import DESCRIBING, RECORDING, Invitation
+from megatron_patches.refit.parties.messages import Invitation, Step
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.rendezvous import Rendezvous
@@ -82,7 +82,7 @@ class EngineControl:
             assembly: the caller's connection to the rendezvous.
             staging_bytes: of :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         """
-        self._start(assembly, assembly.next_step, DESCRIBING, lambda: self._join(staging_bytes))
+        self._start(assembly, assembly.next_step, Step.DESCRIBING, lambda: self._join(staging_bytes))
 
     def meet(self, assembly: Assembly, call: Mapping[str, Any]) -> None:
         """Starts to make the workers meet other engines, to take a version from them.
@@ -91,7 +91,7 @@ class EngineControl:
             assembly: the caller's connection to the rendezvous of that meeting.
             call: where the meeting is, from :func:`meeting_at`, and its ``key``.
         """
-        self._start(assembly, assembly.next_step, DESCRIBING, lambda: self.engine.call({**call, "call": "meet"}))
+        self._start(assembly, assembly.next_step, Step.DESCRIBING, lambda: self.engine.call({**call, "call": "meet"}))
 
     def record(self, assembly: Assembly) -> None:
         """Starts to make the workers record their layouts. Requests wait for this step of joining only."""
@@ -100,7 +100,7 @@ class EngineControl:
             self._wake_weights()
             self.engine.call({"call": "record"})
 
-        self._start(assembly, assembly.next_step, RECORDING, work)
+        self._start(assembly, assembly.next_step, Step.RECORDING, work)
 
     def receive(self, assembly: Assembly, version: int, step: int, *, linked: bool, key: str = "") -> None:
         """Makes the workers receive a version, after pausing the engine if it would overwrite what serves.

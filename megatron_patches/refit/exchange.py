@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from megatron_patches.refit.errors import ExportError, PartyFailedError, RefitError
 
@@ -21,44 +21,27 @@ if TYPE_CHECKING:
 _LATE_S = 5.0  # interval at which ranks that wait for the first one meet
 
 
-class Exchange(Protocol):
-    """Ranks that call the same methods in the same order."""
+class Exchange:
+    """Ranks that call the same methods in the same order; by itself, those of a single process.
 
-    @property
-    def rank(self) -> int:
-        """This process's rank, from 0."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def gather[T](self, value: T) -> list[T]:
-        """The ``value`` of every rank, in rank order. Collective."""
-
-
-class NumberExchange(Exchange, Protocol):
-    """Ranks that also combine numbers."""
-
-    def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each element, in place, by its largest value on any rank. Collective; shapes must be equal."""
-
-
-class SingleProcess:
-    """The exchange of a single process."""
+    Attributes:
+        rank: this process's rank, from 0.
+        size: number of ranks.
+    """
 
     rank = 0
     size = 1
 
     def gather[T](self, value: T) -> list[T]:
-        """``[value]``."""
+        """The ``value`` of every rank, in rank order. Collective."""
         return [value]
 
     def take_largest(self, values: torch.Tensor) -> None:
-        """Does nothing: there is no other rank."""
+        """Replaces each element, in place, by its largest value on any rank. Collective; shapes must be equal."""
 
 
-class GroupExchange:
-    """Gathers objects over a process group. Every wait ends with the group's timeout.
+class GroupExchange(Exchange):
+    """The ranks of a process group. Every wait ends with the group's timeout.
 
     Args:
         group: the group, all of whose ranks take part; None for the default group.
@@ -77,7 +60,7 @@ class GroupExchange:
             raise ValueError(f"rank {dist.get_rank()} is no member of the group that was given")
 
     def gather[T](self, value: T) -> list[T]:
-        """The ``value`` of every rank, in rank order. Collective."""
+        """See :class:`Exchange`."""
         import torch.distributed as dist
 
         gathered: list[T] = [value] * self.size
@@ -85,18 +68,18 @@ class GroupExchange:
         return gathered
 
     def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each element, in place, by its largest value on any rank. Collective; shapes must be equal."""
+        """See :class:`Exchange`."""
         import torch.distributed as dist
 
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
 
 
-def default_exchange(group: ProcessGroup | None = None) -> NumberExchange:
+def default_exchange(group: ProcessGroup | None = None) -> Exchange:
     """The exchange of ``group`` or, if None, of all processes; of one process if torch.distributed is uninitialized."""
     import torch.distributed as dist
 
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        return SingleProcess()
+        return Exchange()
     return GroupExchange(group)
 
 

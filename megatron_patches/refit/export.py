@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.digest import combine
 from megatron_patches.refit.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.errors import ExportError, PlanMismatchError
-from megatron_patches.refit.exchange import NumberExchange, default_exchange, together
+from megatron_patches.refit.exchange import Exchange, default_exchange, together
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.progress import Progress, Quiet
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.source.agree import check_same_model
 from megatron_patches.refit.source.family import ModelFamily
@@ -157,7 +157,7 @@ def export_checkpoint(
     first = exchange.rank == 0
     try:
         together(exchange, what, lambda: directory.create() if first else None)
-        job = _Job(exchange, what, directory, options, progress or Quiet())
+        job = _Job(exchange, what, directory, options, progress or Progress())
         return job.run(model_chunks, vocab_size, tp_group)
     except BaseException:
         # However the export ends, even by an interrupt, it must leave nothing behind that others have to interpret.
@@ -171,7 +171,7 @@ class _Job:
 
     def __init__(
         self,
-        exchange: NumberExchange,
+        exchange: Exchange,
         what: str,
         directory: CheckpointDirectory,
         options: ExportOptions,

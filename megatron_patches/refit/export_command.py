@@ -14,7 +14,7 @@ from megatron_patches.refit.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
 from megatron_patches.refit.export import ExportOptions, ExportReport, export_checkpoint
 from megatron_patches.refit.failing import fail
-from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
+from megatron_patches.refit.progress import Progress, TerminalProgress
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
 from megatron_patches.refit.weight_format import WeightFormat
 
@@ -50,7 +50,7 @@ def main(options: argparse.Namespace) -> int:
     first = int(os.environ.get("RANK", "0")) == 0
     try:
         with ExitStack() as stack:
-            progress = stack.enter_context(TerminalProgress()) if first else Quiet()
+            progress = stack.enter_context(TerminalProgress()) if first else Progress()
             report = _export(options, progress)
     except RefitError as error:
         return fail(error, speaks=first or isinstance(error, CheckpointReadError), leads=first)

@@ -22,7 +22,7 @@ from megatron_patches.refit.failing import fail
 from megatron_patches.refit.hf_flags import flags_of
 from megatron_patches.refit.load_hf import LoadReport, load_hf_checkpoint
 from megatron_patches.refit.megatron_checkpoint import process_groups
-from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
+from megatron_patches.refit.progress import Progress, TerminalProgress
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
     first = int(os.environ.get("RANK", "0")) == 0
     try:
         with ExitStack() as stack:
-            report = _import(options, stack.enter_context(TerminalProgress()) if first else Quiet())
+            report = _import(options, stack.enter_context(TerminalProgress()) if first else Progress())
     except RefitError as error:
         return fail(error, speaks=first, leads=first)
     if first:

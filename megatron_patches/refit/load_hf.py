@@ -20,7 +20,7 @@ from megatron_patches.refit.hf_files import HuggingFaceFiles, open_checkpoint
 from megatron_patches.refit.hf_match import check_config, check_tensors, check_vocabulary
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_part, make_plan
-from megatron_patches.refit.progress import Progress, Quiet
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.source.agree import check_same_model
 from megatron_patches.refit.source.describe import unwrapped
@@ -120,7 +120,7 @@ def load_hf_checkpoint(
     files = on_first(exchange, lambda: open_checkpoint(path))
     rows = int(unwrapped(model_chunks[0]).vocab_size)  # type: ignore[arg-type]
     vocab_size = check_vocabulary(files.config, tokens, rows)
-    job = _Job(exchange, files, vocab_size, options, progress or Quiet())
+    job = _Job(exchange, files, vocab_size, options, progress or Progress())
     held = job.describe(model_chunks)
     plan = job.plan(held)
     read = job.read(plan, held)

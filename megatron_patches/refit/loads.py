@@ -15,7 +15,7 @@ from functools import cached_property
 from megatron_patches.refit.boxes import pitch_of
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.plan import Link, Plan
+from megatron_patches.refit.plan import Link
 from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Batch, Piece
 
@@ -97,11 +97,6 @@ class Load:
             found.append(Piece(view, item.dtype, item.box, shapes[item.box.tensor], offset))
             offset += item.nbytes
         return Batch(tuple(found))
-
-
-def links_of(plan: Plan) -> list[Link]:
-    """Every link that the plan uses, in order."""
-    return list(plan.by_link)
 
 
 def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | None = None) -> dict[Link, list[Load]]:

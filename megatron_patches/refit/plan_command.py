@@ -18,7 +18,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.live_refusals import check_live
 from megatron_patches.refit.oracle import memory_needed, verify_in_memory
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan
-from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
+from megatron_patches.refit.progress import Progress, TerminalProgress
 from megatron_patches.refit.proof import Verdict, prove
 from megatron_patches.refit.report import LinkSpeeds, Traffic, traffic_of
 from megatron_patches.refit.sampling import sample_layers
@@ -232,7 +232,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs ``plan`` or ``verify`` and prints the result; returns the exit status."""
     try:
         with ExitStack() as stack:
-            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Quiet()
+            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Progress()
             outcome = run(options, progress)
     except RefitError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Progress(Protocol):
-    """Receives every phase, and the bytes done in it."""
+class Progress:
+    """Receives every phase, and the bytes done in it; by itself, shows nothing."""
 
     def phase(self, name: str, nbytes: int) -> None:
         """A phase begins, in which this rank handles ``nbytes`` bytes; 0 if not applicable."""
@@ -19,17 +19,7 @@ class Progress(Protocol):
         """``nbytes`` more bytes of the phase are done."""
 
 
-class Quiet:
-    """Shows nothing."""
-
-    def phase(self, name: str, nbytes: int) -> None:
-        """Does nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Does nothing."""
-
-
-class TerminalProgress:
+class TerminalProgress(Progress):
     """Progress bars on standard error, one per phase; for one rank only."""
 
     def __init__(self) -> None:

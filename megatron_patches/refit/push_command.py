@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from megatron_patches.refit import checkpoint_model, push_flags
+from megatron_patches.refit.checkpoint_model import CheckpointModel
 from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.failing import fail
-from megatron_patches.refit.progress import Quiet
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.session import PushReport, RefitSession
 
 
@@ -56,14 +59,32 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _push(options: argparse.Namespace, first: bool) -> PushReport:
-    directory = checkpoint_model.directory_of(options)
-    timeout_s = options.timeout_minutes * 60
+    with session_of(options, first) as (session, found):
+        return prepare_and_push(session, found, options)
+
+
+@contextmanager
+def session_of(options: argparse.Namespace, first: bool) -> Iterator[tuple[RefitSession, CheckpointModel]]:
+    """A session that the options describe, and the checkpoint's model. Collective.
+
+    Args:
+        options: of :func:`add_options`.
+        first: whether this is the first process.
+
+    Raises:
+        RefitError: if the checkpoint cannot be loaded.
+        ValueError: if an option is out of range.
+    """
+    directory, timeout_s = checkpoint_model.directory_of(options), options.timeout_minutes * 60
     settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
     engines = http_engines(options.engines, timeout_s, push_flags.credentials_from(options))
-    with checkpoint_model.loaded(options, directory, Quiet()) as found:
+    with checkpoint_model.loaded(options, directory, Progress()) as found:
         session = RefitSession(found.chunks, engines if first else [], vocab_size=found.vocab_size, options=settings)
-        try:
-            session.prepare()
-            return session.push(max(found.iteration, 1) if options.version is None else options.version)
-        finally:
-            session.close()
+        with closing(session):
+            yield session, found
+
+
+def prepare_and_push(session: RefitSession, found: CheckpointModel, options: argparse.Namespace) -> PushReport:
+    """Connects to the servers, and pushes the checkpoint's model to them."""
+    session.prepare()
+    return session.push(max(found.iteration, 1) if options.version is None else options.version)

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_patches.refit.credentials import Credentials
-from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.engines import PauseMode, SleepMode
-from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions
-from megatron_patches.refit.transports.base import AUTO, TransportName, named_transport
-from megatron_patches.refit.weight_format import WeightFormat
+from megatron_patches.refit.transports.base import AUTO, TransportName
+
+_HELP: Mapping[str, str] = MappingProxyType(
+    {
+        "transport": "how weights travel: shm and cuda_ipc within one host, the others everywhere, auto the fastest "
+        "that reaches all engines",
+        "staging_bytes": "the most memory that packets take in one process, on either side",
+        "pause": "what becomes of requests under way when new weights take effect: wait lets them end first, abort "
+        "ends them, keep lets them go on with the new weights",
+        "memory": "where engines receive new weights: beside those that serve, which takes memory for a second copy, "
+        "or in_place, which pauses the engines from before the first byte",
+        "sleeping": "what a push does with an engine that sleeps at level 1 or 2: refuse it, wake it, or wake it and "
+        "restore its sleep, at level 1",
+        "payload": "what travels: whole versions, or delta, which sends only elements that changed since the version "
+        "that an engine serves and keeps a copy of the weights in every rank, beside them",
+        "weight_format": "format of the weights that engines load and receive: as they are trained, or fp8_block, "
+        "which quantizes linear layers with a scale for each block of 128 x 128",
+        "host": "address of the trainer's first machine that engines reach",
+        "allow_narrowing": "push also where an engine keeps a weight in a narrower type than the trainer, and rounds "
+        "it",
+        "lease_s": "how long engines wait for a sign of life of the trainer before they go on without it",
+    }
+)
+"""Help of the flag of each option of :class:`RefitOptions`. A flag is named as its option, without the unit."""
 
 
 def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
@@ -22,75 +45,20 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
         parser: parser to add them to.
         prefix: prefix of their names, such as ``refit-``.
     """
-    defaults = RefitOptions()
-    parser.add_argument(
-        f"--{prefix}transport",
-        choices=[AUTO, *(name.value for name in TransportName)],
-        default=AUTO,
-        help="how weights travel: shm and cuda_ipc within one host, the others everywhere; by default the fastest that "
-        "reaches all engines",
-    )
-    parser.add_argument(
-        f"--{prefix}staging-bytes",
-        type=int,
-        default=defaults.staging_bytes,
-        metavar="BYTES",
-        help="the most memory that packets take in one process, on either side; %(default)s by default",
-    )
-    parser.add_argument(
-        f"--{prefix}pause",
-        choices=[mode.value for mode in PauseMode],
-        default=defaults.pause.value,
-        help="what becomes of requests under way when new weights take effect: wait lets them end first, abort ends "
-        "them, keep lets them go on with the new weights; %(default)s by default",
-    )
-    parser.add_argument(
-        f"--{prefix}memory",
-        choices=[mode.value for mode in MemoryMode],
-        default=defaults.memory.value,
-        help="where engines receive new weights: beside those that serve, which takes memory for a second copy, or "
-        "in_place, which pauses the engines from before the first byte; %(default)s by default",
-    )
-    parser.add_argument(
-        f"--{prefix}sleeping",
-        choices=[mode.value for mode in SleepMode],
-        default=defaults.sleeping.value,
-        help="what a push does with an engine that sleeps at level 1 or 2: refuse it, wake it, or wake it and restore "
-        "its sleep, at level 1; %(default)s by default",
-    )
-    parser.add_argument(
-        f"--{prefix}payload",
-        choices=[kind.value for kind in PayloadKind],
-        default=defaults.payload.value,
-        help="what travels: whole versions, or delta, which sends only elements that changed since the version that an "
-        "engine serves and keeps a copy of the weights in every rank, beside them; %(default)s by default",
-    )
-    parser.add_argument(
-        f"--{prefix}weight-format",
-        choices=[kind.value for kind in WeightFormat],
-        default=defaults.weight_format.value,
-        help="format of the weights that engines load and receive: as they are trained, or fp8_block, which quantizes "
-        "linear layers with a scale for each block of 128 x 128; %(default)s by default",
-    )
-    parser.add_argument(
-        f"--{prefix}host",
-        default=defaults.host,
-        metavar="ADDRESS",
-        help="address of the trainer's first machine that engines reach; %(default)s by default",
-    )
-    parser.add_argument(
-        f"--{prefix}allow-narrowing",
-        action="store_true",
-        help="push also where an engine keeps a weight in a narrower type than the trainer, and rounds it",
-    )
-    parser.add_argument(
-        f"--{prefix}lease",
-        type=float,
-        default=defaults.lease_s,
-        metavar="SECONDS",
-        help="how long engines wait for a sign of life of the trainer before they go on without it; %(default)s by "
-        "default",
-    )
+    for option, text in _HELP.items():
+        name, default = f"--{prefix}{_flag_of(option)}", getattr(RefitOptions(), option)
+        kind = TransportName if option == "transport" else type(default)
+        told = f"{text}; %(default)s by default"
+        if kind is bool:
+            parser.add_argument(name, action="store_true", help=text)
+        elif issubclass(kind, StrEnum):
+            choices = [AUTO] * (default is None) + [each.value for each in kind]
+            parser.add_argument(
+                name, choices=choices, default=choices[0] if default is None else default.value, help=told
+            )
+        else:
+            unit = {"staging_bytes": "BYTES", "lease_s": "SECONDS", "host": "ADDRESS"}[option]
+            parser.add_argument(name, type=kind, default=default, metavar=unit, help=told)
     parser.add_argument(
         f"--{prefix}secret-file",
         type=Path,
@@ -115,7 +83,11 @@ def credentials_from(args: argparse.Namespace, prefix: str = "") -> Credentials:
 
 
 def options_from(
-    args: argparse.Namespace, timeout_s: float, prefix: str = "", timeout_flag: str = "timeout"
+    args: argparse.Namespace,
+    timeout_s: float,
+    prefix: str = "",
+    timeout_flag: str = "timeout",
+    more: Mapping[str, tuple[str, object]] = MappingProxyType({}),
 ) -> RefitOptions:
     """The options that the flags select.
 
@@ -124,28 +96,25 @@ def options_from(
         timeout_s: seconds that a step may take after its first party has finished.
         prefix: prefix given to :func:`add_flags`.
         timeout_flag: name, without the prefix, of the flag for ``timeout_s``.
+        more: further options by name: each the name of its flag, without the prefix, and its value.
 
     Raises:
         ValueError: with the flag's name if a value is out of range.
     """
-    start = prefix.replace("-", "_")
-    given = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
+    start, given = prefix.replace("-", "_"), vars(args)
     values: dict[str, tuple[str, Any]] = {
-        "transport": ("transport", named_transport(given["transport"])),
-        "staging_bytes": ("staging-bytes", given["staging_bytes"]),
         "timeout_s": (timeout_flag, timeout_s),
-        "pause": ("pause", PauseMode(given["pause"])),
-        "memory": ("memory", MemoryMode(given["memory"])),
-        "sleeping": ("sleeping", SleepMode(given["sleeping"])),
-        "payload": ("payload", PayloadKind(given["payload"])),
-        "weight_format": ("weight-format", WeightFormat(given["weight_format"])),
-        "host": ("host", given["host"]),
-        "allow_narrowing": ("allow-narrowing", given["allow_narrowing"]),
-        "lease_s": ("lease", given["lease"]),
+        **{option: (_flag_of(option), given[start + option.removesuffix("_s")]) for option in _HELP},
+        **more,
     }
+    options = RefitOptions()
     for name, (flag, value) in values.items():
         try:
-            RefitOptions(**{name: value})
+            options = replace(options, **{name: value})
         except ValueError as error:
             raise ValueError(f"--{prefix}{flag}: {error}") from error
-    return RefitOptions(**{name: value for name, (_, value) in values.items()})
+    return options
+
+
+def _flag_of(option: str) -> str:
+    return option.removesuffix("_s").replace("_", "-")

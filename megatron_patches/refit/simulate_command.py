@@ -16,7 +16,7 @@ from megatron_patches.refit.cluster import Hosts, engine_mesh, trainer_mesh
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.live_refusals import check_live
 from megatron_patches.refit.plan_command import of_flag, size_text
-from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
+from megatron_patches.refit.progress import Progress, TerminalProgress
 from megatron_patches.refit.simulation.fleet import Sides
 from megatron_patches.refit.simulation.models import MODELS, config_of
 from megatron_patches.refit.simulation.simulate import SampleSize, SimulatedFanOut, Simulation, WorkerKind, simulate
@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs ``simulate`` and prints the result; returns the exit status."""
     try:
         with ExitStack() as stack:
-            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Quiet()
+            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Progress()
             sides, found = run(options, progress)
             targets = targets_of(options, found)
             if options.json is not None:

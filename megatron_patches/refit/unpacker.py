@@ -22,7 +22,7 @@ from megatron_patches.refit.delta import Base, Delta
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.loads import Load, LoadKey, Terms, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement
-from megatron_patches.refit.packets import Packet, check_parts, payload_bytes
+from megatron_patches.refit.packets import Packet, payload_bytes
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.port_choice import open_port
 from megatron_patches.refit.ports import Batch, Done, Memory, Pending, Piece, Port, Spot
@@ -118,13 +118,16 @@ class Unpacker:
             TransferError: if it differs from what the plan says that this source sends.
         """
         load = self._planned(packet)
-        check_parts(packet, load, f"source rank {packet.source}, to {self._here}")
         nbytes = 0 if load.direct else payload_bytes(load, packet.delta)
-        if len(packet.payload) != nbytes:
-            raise TransferError(
-                f"packet {packet.number} from source rank {packet.source}, to {self._here}, has "
-                f"{len(packet.payload)} bytes and not the {nbytes} planned"
-            )
+        for came, planned, what in (
+            (len(packet.payload), nbytes, "bytes"),
+            (len(packet.digests), len(load.items), "digests"),
+        ):
+            if came != planned:
+                raise TransferError(
+                    f"packet {packet.number} from source rank {packet.source}, to {self._here}, has {came} {what} and "
+                    f"not the {planned} planned"
+                )
         if packet.delta is not None:
             unpacking = self._complete(packet, packet.delta, load)
         elif load.direct:

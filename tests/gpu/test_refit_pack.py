@@ -16,8 +16,8 @@ from megatron_patches.refit.delta import Base, delta_bytes
 from megatron_patches.refit.delta import encode as host_encode
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.exchange import SingleProcess
-from megatron_patches.refit.loads import Terms, links_of
+from megatron_patches.refit.exchange import Exchange
+from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Batch, HostPort, Payload, Piece
 from megatron_patches.refit.sender import Sender
@@ -156,7 +156,7 @@ def test_a_version_is_sent_relative_to_the_last_one(fraction: float, on_host: bo
     """By a sender and an unpacker, through slots of either kind of memory and the least of buffers."""
     plan, (source,), wanted = dense_plan(9)
     limit = 200
-    terms = dict.fromkeys(links_of(plan), Terms(packet_bytes=limit))
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=limit))
     old = random_bits(9, source)
     new = changed_bits(9, old, fraction)
     pools = StagingPool(3 * limit), StagingPool(2 * limit)
@@ -188,12 +188,12 @@ def test_loads_are_read_when_they_are_quantized() -> None:
     source = Fp8BlockSource(
         HeldWeights(shapes, manifest, {name: flat.cuda() for name, flat in memory.items()}, torch.device("cuda")),
         WeightFormat.FP8_BLOCK,
-        SingleProcess(),
+        Exchange(),
     )
     held = source.describe(0).manifest
     specs = [TensorSpec(one.box.tensor, one.box.shape, held.storage[one.view.storage].dtype) for one in held.placements]
     plan = make_plan(specs, [held], [held])
-    terms = dict.fromkeys(links_of(plan), Terms(packet_bytes=5 << 20))
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=5 << 20))
     sender: Sender | None = None
     for number in range(2):
         with torch.cuda.stream(source.stream()):
@@ -238,7 +238,7 @@ def test_weights_are_quantized_as_on_a_cpu(dtype: torch.dtype, power_of_two: boo
                 manifest,
                 power_of_two=power_of_two,
                 device=torch.device(device),
-                exchange=SingleProcess(),
+                exchange=Exchange(),
             )
             for device in ("cpu", "cuda")
         ]

@@ -8,10 +8,6 @@ from typing import Protocol
 
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.messages import (
-    CHECKING,
-    DESCRIBING,
-    PLANNING,
-    RECORDING,
     Asked,
     Held,
     Model,
@@ -19,6 +15,7 @@ from megatron_patches.refit.parties.messages import (
     Orders,
     Overlap,
     Registration,
+    Step,
     Wanted,
 )
 from megatron_patches.refit.parties.registry import registered
@@ -79,10 +76,10 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
         found.append(holder_of(described.manifest).layout)
         return Registration(registered(described, found[0]))
 
-    model = assembly.exchange(DESCRIBING, ModelAnswer, describe)
+    model = assembly.exchange(Step.DESCRIBING, ModelAnswer, describe)
     told()
-    assembly.exchange(RECORDING, Overlap, lambda: Wanted(()))
-    orders = assembly.exchange(PLANNING, Orders[list[Request]], lambda: Asked({}, "", {}))
+    assembly.exchange(Step.RECORDING, Overlap, lambda: Wanted(()))
+    orders = assembly.exchange(Step.PLANNING, Orders[list[Request]], lambda: Asked({}, "", {}))
     plans: list[Plan] = []
 
     def check() -> None:
@@ -92,7 +89,7 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
             moves += moves_of(requests, found[0], assembly.party, destination)
         plans.append(Plan(model.tensors, tuple(moves), PartOf("source", assembly.party)))
 
-    assembly.exchange(CHECKING, type(None), check)
+    assembly.exchange(Step.CHECKING, type(None), check)
     return Agreed(plans[0], orders.digest, orders.nbytes)
 
 
@@ -109,14 +106,14 @@ def agree_as_destination(
     Raises:
         RefitError: on all parties, if any failed, or no plan covers what is wanted.
     """
-    told = assembly.exchange(DESCRIBING, ModelAnswer, lambda: Registration(None))
+    told = assembly.exchange(Step.DESCRIBING, ModelAnswer, lambda: Registration(None))
     recorded: list[Receiver] = []
 
     def record() -> Wanted:
         recorded.append(receiver_of(wanted(Model(told.config, unfold_tensors(told.tensors)))))
         return Wanted(tuple(template.region for template in recorded[0].layout.templates), cannot_send())
 
-    overlap = assembly.exchange(RECORDING, Overlap, record)
+    overlap = assembly.exchange(Step.RECORDING, Overlap, record)
     plans: list[Plan] = []
 
     def plan() -> Asked[list[Request]]:
@@ -128,6 +125,6 @@ def agree_as_destination(
         requests = {source: list(of_source) for source, of_source in asked.items()}
         return Asked(requests, own.digest, own.bytes_by_source())
 
-    orders = assembly.exchange(PLANNING, Orders[list[Request]], plan)
-    assembly.exchange(CHECKING, type(None), lambda: None)
+    orders = assembly.exchange(Step.PLANNING, Orders[list[Request]], plan)
+    assembly.exchange(Step.CHECKING, type(None), lambda: None)
     return Agreed(plans[0], orders.digest, orders.nbytes)

@@ -10,7 +10,7 @@ from megatron_patches.refit.delta import Base
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.agreement import agree_as_destination
-from megatron_patches.refit.parties.messages import SENDING, Model, Moved, commit_topic
+from megatron_patches.refit.parties.messages import Model, Moved, Step, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
@@ -117,7 +117,7 @@ class DestinationParty(Party[ReceivingEnd]):
                 received.append(memory)
                 return Moved(self.seconds, self.staging.peak_bytes, self.beside_bytes, self.backup_bytes)
 
-            self._assembly.exchange(f"{SENDING} {version}", Moved, take)
+            self._assembly.exchange(f"{Step.SENDING} {version}", Moved, take)
             return received[0]
         except BaseException:
             self.unlink()

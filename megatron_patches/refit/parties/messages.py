@@ -24,16 +24,19 @@ from megatron_patches.refit.planning.tensors import TensorGrid
 
 logger = logging.getLogger(__name__)
 
-DESCRIBING = "describing the trainer's weights"
-RECORDING = "recording the engine's layout"
-PLANNING = "planning"
-CHECKING = "checking requests"
-CHOOSING = "choosing a transport"
-LISTENING = "listening"
-LINKING = "linking"
-SENDING = "sending version"
-"""Steps; the registry (``parties/registry.py``) computes an answer for each party from all parts. A version's number
-follows the last one's name."""
+
+class Step(StrEnum):
+    """Steps of all parties, in order. The registry (``parties/registry.py``) computes an answer for each party."""
+
+    DESCRIBING = "describing the trainer's weights"
+    RECORDING = "recording the engine's layout"
+    PLANNING = "planning"
+    CHECKING = "checking requests"
+    CHOOSING = "choosing a transport"
+    LISTENING = "listening"
+    LINKING = "linking"
+    SENDING = "sending version"
+    """A version's number follows this name."""
 
 
 class State(StrEnum):
@@ -169,7 +172,7 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class Registration(msgspec.Struct):
-    """A party's answer in the step ``DESCRIBING``; None for a destination."""
+    """A party's answer in the step :attr:`Step.DESCRIBING`; None for a destination."""
 
     held: Registered | None
 
@@ -183,7 +186,7 @@ class ModelAnswer(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A party's answer in the step ``RECORDING``.
+    """A party's answer in the step :attr:`Step.RECORDING`.
 
     Attributes:
         regions: what it wants; none for a source.

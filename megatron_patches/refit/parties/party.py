@@ -13,7 +13,7 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.parties.agreement import Agreed
 from megatron_patches.refit.parties.choosing import site_of
-from megatron_patches.refit.parties.messages import CHOOSING, LINKING, LISTENING
+from megatron_patches.refit.parties.messages import Step
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.staging import StagingPool, slot_bytes
@@ -107,7 +107,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
     def _follow(self, agreed: Agreed) -> None:
         self._agreed = agreed
         if self._transport is None:
-            self._transport = self._assembly.exchange(CHOOSING, TransportName, lambda: site_of(self._device))
+            self._transport = self._assembly.exchange(Step.CHOOSING, TransportName, lambda: site_of(self._device))
             logger.info("refit: %s takes the transport %s", self._assembly.name, self._transport.value)
 
     @contextmanager
@@ -151,7 +151,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
             return mine[0]
 
         try:
-            peers = self._assembly.exchange(LISTENING, dict[int, Offer], listen)
+            peers = self._assembly.exchange(Step.LISTENING, dict[int, Offer], listen)
             offers = {**peers, self._assembly.party: mine[0]}
             self._terms = terms_of(self.plan, self._links(), offers, self._options, self.transport)
             # A link is a pair of source and destination; the peer is the one that is not this party.
@@ -159,7 +159,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
             slots = {link[peer]: terms.packet_bytes or 0 for link, terms in self._terms.items()}
             digests = {link[peer]: digest for link, digest in self.plan.digests.items()}
             check = self._assembly.check
-            self._assembly.exchange(LINKING, type(None), lambda: made[0].connect(offers, slots, digests, check))
+            self._assembly.exchange(Step.LINKING, type(None), lambda: made[0].connect(offers, slots, digests, check))
         except BaseException:
             for end in made:
                 end.close()

@@ -16,14 +16,6 @@ import msgspec
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.choosing import Site, choose
 from megatron_patches.refit.parties.messages import (
-    CHECKING,
-    CHOOSING,
-    DESCRIBING,
-    LINKING,
-    LISTENING,
-    PLANNING,
-    RECORDING,
-    SENDING,
     Asked,
     Held,
     ModelAnswer,
@@ -32,6 +24,7 @@ from megatron_patches.refit.parties.messages import (
     Overlap,
     Registered,
     Registration,
+    Step,
     Wanted,
     decode,
     moved_by_all,
@@ -61,13 +54,13 @@ class Registry:
         self._index = OverlapIndex([])
         self._peers: dict[int, set[int]] = defaultdict(set)
         self._steps: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {
-            DESCRIBING: self._describe,
-            RECORDING: self._overlaps,
-            PLANNING: self._orders,
-            CHECKING: _nothing,
-            CHOOSING: self._transport,
-            LISTENING: self._introduce,
-            LINKING: _nothing,
+            Step.DESCRIBING: self._describe,
+            Step.RECORDING: self._overlaps,
+            Step.PLANNING: self._orders,
+            Step.CHECKING: _nothing,
+            Step.CHOOSING: self._transport,
+            Step.LISTENING: self._introduce,
+            Step.LINKING: _nothing,
         }
 
     def answer(self, what: str, payloads: list[bytes]) -> list[bytes]:
@@ -80,7 +73,7 @@ class Registry:
         Raises:
             RefitError: if the parts are inconsistent, or there is no such step.
         """
-        step = self._moved if what.startswith(SENDING) else self._steps.get(what)
+        step = self._moved if what.startswith(Step.SENDING) else self._steps.get(what)
         if step is None:
             raise RefitError(f"there is no step {what!r}; do all run the same version of this package?")
         return step(payloads)

@@ -8,7 +8,7 @@ from contextlib import closing
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import Base
 from megatron_patches.refit.parties.agreement import agree_as_source
-from megatron_patches.refit.parties.messages import SENDING, Held, Moved, commit_topic
+from megatron_patches.refit.parties.messages import Held, Moved, Step, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory, Writing
@@ -91,7 +91,7 @@ class SourceParty(Party[SendingEnd]):
                 confirm(memory)
                 return Moved(self.seconds, self.staging.peak_bytes, bytes_by_source=(end.sent_bytes,))
 
-            return self._assembly.exchange(f"{SENDING} {version}", Moved, send)
+            return self._assembly.exchange(f"{Step.SENDING} {version}", Moved, send)
         except BaseException:
             # Packets of the failed version may still be in flight, so the next version gets new links.
             self.unlink()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.loads import DEFAULT_TERMS, Reach, Terms, links_of
+from megatron_patches.refit.loads import DEFAULT_TERMS, Reach, Terms
 from megatron_patches.refit.memory_mode import MemoryMode, may_go_directly
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.staging import useful_bytes
@@ -42,8 +42,8 @@ class LinkOptions:
 def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:
     """The links of one party. Party numbers count sources first."""
     if party < sources:
-        return [link for link in links_of(plan) if link[0] == party]
-    return [link for link in links_of(plan) if link[1] == party - sources]
+        return [link for link in plan.by_link if link[0] == party]
+    return [link for link in plan.by_link if link[1] == party - sources]
 
 
 def terms_of(

@@ -21,21 +21,7 @@ from megatron_patches.refit.frames import SECRET_BYTES
 from megatron_patches.refit.loads import Reach
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.choosing import Site
-from megatron_patches.refit.parties.messages import (
-    CHECKING,
-    CHOOSING,
-    DESCRIBING,
-    LINKING,
-    LISTENING,
-    PLANNING,
-    RECORDING,
-    Asked,
-    Held,
-    ModelAnswer,
-    Overlap,
-    Registration,
-    Wanted,
-)
+from megatron_patches.refit.parties.messages import Asked, Held, ModelAnswer, Overlap, Registration, Step, Wanted
 from megatron_patches.refit.parties.registry import Registry, registered
 from megatron_patches.refit.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
@@ -156,7 +142,7 @@ class Fleet:
             self.holders.append(holder_of(held.manifest))
             parts.append(encode(Registration(registered(held, self.holders[-1].layout))))
         parts += [encode(Registration(None))] * sides.workers
-        self.model = self.tell(DESCRIBING, parts)[0]
+        self.model = self.tell(Step.DESCRIBING, parts)[0]
 
     @property
     def told(self) -> ModelAnswer:
@@ -196,7 +182,7 @@ class Fleet:
         for place in range(self.sides.engine.size):
             regions = tuple(template.region for template in self.layout_wanted_by(place).templates)
             places.append(encode(Wanted(regions)))
-        return self.tell(RECORDING, parts + places * self.sides.engines)[self.sides.trainer.size :]
+        return self.tell(Step.RECORDING, parts + places * self.sides.engines)[self.sides.trainer.size :]
 
     def requests_of(self, worker: int, sources: SourceIndex) -> dict[int, list[Request]]:
         """What an engine worker requests of each trainer rank.
@@ -211,7 +197,7 @@ class Fleet:
     def orders(self, asked: Sequence[bytes]) -> list[bytes]:
         """The encoded orders for each trainer rank, given the engine workers' requests in order."""
         parts = [encode(Asked[list[Request]]({}, "", {}))] * self.sides.trainer.size
-        return self.tell(PLANNING, [*parts, *asked])[: self.sides.trainer.size]
+        return self.tell(Step.PLANNING, [*parts, *asked])[: self.sides.trainer.size]
 
     def connect(self, workers: int) -> list[bytes]:
         """The parties' steps after planning.
@@ -223,11 +209,11 @@ class Fleet:
             The encoded offers for each party: those of its peers.
         """
         parties = range(self.sides.trainer.size + self.sides.workers)
-        self.tell(CHECKING, [NOTHING] * len(parties))
-        self.tell(CHOOSING, [encode(self.site_of(party)) for party in parties])
+        self.tell(Step.CHECKING, [NOTHING] * len(parties))
+        self.tell(Step.CHOOSING, [encode(self.site_of(party)) for party in parties])
         planned = parties[: self.sides.trainer.size + workers]
-        offers = self.tell(LISTENING, [encode(self.offer_of(party)) for party in planned])
-        self.tell(LINKING, [NOTHING] * len(parties))
+        offers = self.tell(Step.LISTENING, [encode(self.offer_of(party)) for party in planned])
+        self.tell(Step.LINKING, [NOTHING] * len(parties))
         return offers
 
     def site_of(self, party: int) -> Site:

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from msgspec.structs import astuple
 
-from megatron_patches.refit.parties.messages import LISTENING, PLANNING
+from megatron_patches.refit.parties.messages import Step
 from megatron_patches.refit.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.planning.fan_out import Server, Waiting, Wave, fan_out, least_units
 from megatron_patches.refit.planning.grids import size_of
@@ -179,7 +179,7 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
             sample.workers,
             lambda rank: run_source(fleet, rank, orders[rank], offers[rank], scale),
         )
-    grows = {step: scale if step in (PLANNING, LISTENING) else 1.0 for step in fleet.clock.seconds}
+    grows = {step: scale if step in (Step.PLANNING, Step.LISTENING) else 1.0 for step in fleet.clock.seconds}
     received = max(kind.most("weight_bytes") for kind in wanting)
     return Simulation(
         engines=sides.engines,

@@ -12,18 +12,7 @@ from msgspec.msgpack import decode, encode
 
 from megatron_patches.refit.frames import SECRET_BYTES
 from megatron_patches.refit.parties.agreement import Agreed, agree_as_destination, agree_as_source
-from megatron_patches.refit.parties.messages import (
-    CHECKING,
-    CHOOSING,
-    DESCRIBING,
-    LINKING,
-    LISTENING,
-    PLANNING,
-    RECORDING,
-    Asked,
-    Orders,
-    Overlap,
-)
+from megatron_patches.refit.parties.messages import Asked, Orders, Overlap, Step
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
 from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.simulation.fleet import NOTHING, Fleet
@@ -107,7 +96,7 @@ def run_destination(fleet: Fleet, rank: int, overlap: bytes, offers: bytes) -> W
     party, orders = fleet.sides.trainer.size + rank, encode(Orders[list[Request]]([], "", 0))
     steps = SimulatedSteps(party, _answers(fleet, overlap, orders, offers))
     agreed = agree_as_destination(steps, lambda _model: fleet.sides.wanted_by(rank))
-    asked = decode(steps.sent[PLANNING], type=Asked[list[Request]])
+    asked = decode(steps.sent[Step.PLANNING], type=Asked[list[Request]])
     return _linked(fleet, rank, steps, agreed, sum(map(len, asked.requests.values())), 1.0)
 
 
@@ -133,22 +122,22 @@ def run_source(fleet: Fleet, rank: int, orders: bytes, offers: bytes, scale: flo
 
 def _answers(fleet: Fleet, overlap: bytes, orders: bytes, offers: bytes) -> Mapping[str, bytes]:
     return {
-        DESCRIBING: fleet.model,
-        RECORDING: overlap,
-        PLANNING: orders,
-        CHECKING: NOTHING,
-        CHOOSING: encode(TransportName.NIXL),
-        LISTENING: offers,
-        LINKING: NOTHING,
+        Step.DESCRIBING: fleet.model,
+        Step.RECORDING: overlap,
+        Step.PLANNING: orders,
+        Step.CHECKING: NOTHING,
+        Step.CHOOSING: encode(TransportName.NIXL),
+        Step.LISTENING: offers,
+        Step.LINKING: NOTHING,
     }
 
 
 def _linked(fleet: Fleet, rank: int, steps: SimulatedSteps, agreed: Agreed, requests: int, scale: float) -> WorkerCost:
     """Takes the steps after planning, as ``parties/party.py`` does, except the connections themselves."""
     plan, sources, party = agreed.plan, fleet.sides.trainer.size, steps.party
-    transport = steps.exchange(CHOOSING, TransportName, lambda: fleet.site_of(party))
+    transport = steps.exchange(Step.CHOOSING, TransportName, lambda: fleet.site_of(party))
     mine = fleet.offer_of(party)
-    offers = {**steps.exchange(LISTENING, dict[int, Offer], lambda: mine), party: mine}
+    offers = {**steps.exchange(Step.LISTENING, dict[int, Offer], lambda: mine), party: mine}
     options = LinkOptions(transport=None, staging_bytes=mine.slot_bytes, sources=sources)
 
     def greet() -> None:
@@ -157,9 +146,9 @@ def _linked(fleet: Fleet, rank: int, steps: SimulatedSteps, agreed: Agreed, requ
         _ = plan.transfers  # from which packets are cut
 
     hellos: list[bytes] = []
-    steps.exchange(LINKING, type(None), greet)
-    fixed = sum(steps.seconds[what] for what in (DESCRIBING, RECORDING, CHOOSING))
-    grown = sum(len(steps.answers[what]) for what in (PLANNING, LISTENING))
+    steps.exchange(Step.LINKING, type(None), greet)
+    fixed = sum(steps.seconds[what] for what in (Step.DESCRIBING, Step.RECORDING, Step.CHOOSING))
+    grown = sum(len(steps.answers[what]) for what in (Step.PLANNING, Step.LISTENING))
     greeted = scale * sum(SECRET_BYTES + len(hello) for hello in hellos)
     return WorkerCost(
         rank=rank,

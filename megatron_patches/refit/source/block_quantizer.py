@@ -37,7 +37,7 @@ from megatron_patches.refit.weight_format import (
 )
 
 if TYPE_CHECKING:
-    from megatron_patches.refit.exchange import NumberExchange
+    from megatron_patches.refit.exchange import Exchange
     from megatron_patches.refit.ports import Memory
 
 Shape = tuple[int, ...]
@@ -143,7 +143,7 @@ class BlockQuantizer:
         *,
         power_of_two: bool,
         device: torch.device,
-        exchange: NumberExchange,
+        exchange: Exchange,
     ) -> None:
         self._power_of_two, self._exchange = power_of_two, exchange
         self._straddling: _Straddling | None = None  # agreed on when it is first needed
@@ -281,7 +281,7 @@ class _Straddling:
 
     @classmethod
     def among(
-        cls, grids: Sequence[_Grid], places: Sequence[int], exchange: NumberExchange, device: torch.device
+        cls, grids: Sequence[_Grid], places: Sequence[int], exchange: Exchange, device: torch.device
     ) -> _Straddling:
         """Finds them. Collective."""
         incomplete = {grid.tensor: grid.in_tensor(grid.incomplete()) for grid in grids}
@@ -303,7 +303,7 @@ class _Straddling:
         indices = [torch.from_numpy(np.concatenate(parts)).to(device) for parts in (mine, at)]
         return cls(count, *indices)
 
-    def agree(self, amax: torch.Tensor, exchange: NumberExchange) -> None:
+    def agree(self, amax: torch.Tensor, exchange: Exchange) -> None:
         """Replaces the magnitudes of these blocks by the largest of any rank. Collective."""
         if not self.count:
             return

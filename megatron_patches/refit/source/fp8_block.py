@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from megatron_patches.refit.exchange import NumberExchange
+    from megatron_patches.refit.exchange import Exchange
     from megatron_patches.refit.parties.messages import Held
     from megatron_patches.refit.ports import Memory
     from megatron_patches.refit.source.weight_source import WeightSource
@@ -35,7 +35,7 @@ class Fp8BlockSource:
         exchange: all ranks that hold parts of the model.
     """
 
-    def __init__(self, source: WeightSource, weight_format: WeightFormat, exchange: NumberExchange) -> None:
+    def __init__(self, source: WeightSource, weight_format: WeightFormat, exchange: Exchange) -> None:
         self._source, self._format, self._exchange = source, weight_format, exchange
         self._quantizer: BlockQuantizer | None = None
         self._memory: Memory = {}

@@ -15,10 +15,10 @@ turns: [Note: turns] in the module ``turns``.
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import msgspec
 
@@ -123,43 +123,54 @@ class LinkEnd:
     patience: Patience
 
 
-class OutgoingWire(Protocol):
-    """The payload's way out of a source process."""
+class OutgoingWire(ABC):
+    """The payload's way out of a source process.
 
-    @property
-    def slots(self) -> Sequence[Payload]:
-        """Memory to pack into."""
+    Attributes:
+        slots: memory to pack into.
+    """
 
-    def begin(self, memory: Memory) -> bytes | None:
+    slots: Sequence[Payload]
+
+    def begin(self, memory: Memory) -> bytes | None:  # noqa: ARG002 - most wires need no message
         """The message about the storages to send before a version's direct loads; None if nothing has changed.
 
         Raises:
             PartyFailedError: if a storage can no longer be accessed in place.
         """
+        return None
 
+    @abstractmethod
     def start(self, slot: int, payload: Payload) -> None:
         """Starts to send a payload. It stays in the slot until the slot is returned."""
 
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
-        """Starts to send the boxes of a direct load from where they lie. They must stay there until received."""
+    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:  # noqa: ARG002
+        """Starts to send the boxes of a direct load from where they lie. They must stay there until received.
 
-    def check(self) -> None:
+        Raises:
+            TransferError: by default, as the plan of a transport without reach has no such loads.
+        """
+        raise TransferError(f"{type(self).__name__} was given load {load.number} to send unpacked")
+
+    def check(self) -> None:  # noqa: B027 - most transfers fail at the destination
         """Raises if a started transfer has failed."""
 
+    @abstractmethod
     def close(self) -> None:
         """Closes the wire, even if transfers are under way, and frees its memory."""
 
 
-class IncomingWire(Protocol):
+class IncomingWire(ABC):
     """The payload's way into a destination process."""
 
-    def begin(self, told: bytes) -> None:
+    def begin(self, told: bytes) -> None:  # noqa: B027 - most wires need no message
         """Takes the message of the source's wire about its storages.
 
         Raises:
             PartyFailedError: if the storages cannot be accessed.
         """
 
+    @abstractmethod
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Starts to fetch what the source has announced in a slot.
 
@@ -171,14 +182,19 @@ class IncomingWire(Protocol):
             The payload, valid until the slot is returned.
         """
 
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
+    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
         """Starts to fetch the boxes of a direct load to their places.
 
         Args:
             load: the load.
             places: where its boxes belong.
-        """
 
+        Raises:
+            TransferError: by default, as the plan of a transport without reach has no such loads.
+        """
+        raise TransferError(f"{type(self).__name__} was told of load {load.number}, unpacked")
+
+    @abstractmethod
     def close(self) -> None:
         """Closes the wire, even if transfers are under way, and frees its memory."""
 
@@ -199,63 +215,30 @@ class Delivery:
         return self._payload
 
 
-class NothingToTell:
-    """Part of a wire that needs no messages about storages."""
+class Transport(ABC):
+    """One party's part of a transport. By default, links have nothing in common, so that each ends for itself.
 
-    def begin(self, memory_or_told: object) -> None:
-        """Does nothing."""
+    Attributes:
+        one_host: whether control connections are local sockets, which can pass file descriptors.
+        together: whether all parties connect together, so that each needs the offers of all.
+        reach: what may travel directly.
+        turns: decides which link of a source sends next, once connected; None if links need no turns.
+    """
 
+    one_host = False
+    together = False
+    reach = Reach.NONE
+    turns: Turns | None = None
 
-class Packed(NothingToTell):
-    """Part of a wire of either side that does not support direct loads."""
-
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
-        """Not supported.
-
-        Raises:
-            TransferError: always.
-        """
-        raise TransferError(
-            f"{type(self).__name__} was given {len(load.items)} boxes in {len(places)} places to send unpacked"
-        )
-
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
-        """Not supported.
-
-        Raises:
-            TransferError: always.
-        """
-        raise TransferError(
-            f"{type(self).__name__} was told of {len(load.items)} boxes for {len(places)} places, unpacked"
-        )
-
-
-class Transport(Protocol):
-    """One party's part of a transport."""
-
-    @property
-    def one_host(self) -> bool:
-        """Whether control connections are local sockets, which can pass file descriptors."""
-
-    @property
-    def together(self) -> bool:
-        """Whether all parties connect together, so that each needs the offers of all."""
-
-    @property
-    def reach(self) -> Reach:
-        """What may travel directly."""
-
-    @property
-    def turns(self) -> Turns | None:
-        """Decides which link of a source sends next, once connected; None if links need no turns."""
-
-    def hidden(self, memory: Memory) -> frozenset[str]:
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none by default
         """The storages of a source that other processes cannot access in place."""
+        return frozenset()
 
     def details(self) -> bytes:
         """Data for the parties that receive its offer."""
+        return b""
 
-    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
+    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:  # noqa: B027
         """Connects the transport, before links are made. All parties call it at the same time.
 
         Args:
@@ -263,14 +246,16 @@ class Transport(Protocol):
             check: raises if another party has failed.
         """
 
+    @abstractmethod
     def outgoing(self, end: LinkEnd) -> OutgoingWire:
         """Makes the source's wire of a link."""
 
+    @abstractmethod
     def incoming(self, end: LinkEnd) -> IncomingWire:
         """Makes the destination's wire of a link."""
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027
         """Ends all transfers under way on any wire. Wires are closed next."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Closes what :meth:`connect` made. Wires must have been closed before."""

@@ -23,9 +23,18 @@ from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Bits, Memory, Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.ports import Bits, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS
-from megatron_patches.refit.transports.base import Check, Delivery, LinkEnd, NothingToTell, Offer, Place
+from megatron_patches.refit.transports.base import (
+    Check,
+    Delivery,
+    IncomingWire,
+    LinkEnd,
+    Offer,
+    OutgoingWire,
+    Place,
+    Transport,
+)
 from megatron_patches.refit.transports.c10d_groups import NcclGroup, NcclWay
 from megatron_patches.refit.transports.direct_copies import DirectCopies
 from megatron_patches.refit.transports.turns import Turns
@@ -53,7 +62,7 @@ class _Details(msgspec.Struct):
 _decode_details = msgspec.msgpack.Decoder(_Details).decode
 
 
-class C10dTransport:
+class C10dTransport(Transport):
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
@@ -62,7 +71,6 @@ class C10dTransport:
     """
 
     together = True
-    one_host = False
     reach = Reach.CONTIGUOUS
 
     def __init__(
@@ -71,11 +79,6 @@ class C10dTransport:
         self._place, self._make_group = place, make_group
         self._store: dist.TCPStore | None = None
         self._group: NcclGroup | None = None
-        self.turns: Turns | None = None
-
-    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
-        """None: every storage can be sent in place."""
-        return frozenset()
 
     def details(self) -> bytes:
         """This party's details. The first party opens the store."""
@@ -182,7 +185,7 @@ class _Slots:
         self._lease.release()
 
 
-class C10dOutgoing(NothingToTell):
+class C10dOutgoing(OutgoingWire):
     """A source's side of a link.
 
     Args:
@@ -193,13 +196,9 @@ class C10dOutgoing(NothingToTell):
 
     def __init__(self, way: NcclWay, slots: _Slots, turns: Turns) -> None:
         self._way, self._slots, self._turns = way, slots, turns
+        self.slots = slots.tensors
         self._pieces = _Pieces(read=True)
         self._under_way: list[Pending[None]] = []
-
-    @property
-    def slots(self) -> Sequence[Payload]:
-        """Memory to pack into."""
-        return self._slots.tensors
 
     def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - NCCL matches by order
         """Sends a payload."""
@@ -226,7 +225,7 @@ class C10dOutgoing(NothingToTell):
         self._slots.release()
 
 
-class C10dIncoming(NothingToTell):
+class C10dIncoming(IncomingWire):
     """A destination's side of a link.
 
     Args:

@@ -26,7 +26,16 @@ from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Elements, Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS, Lease
-from megatron_patches.refit.transports.base import Check, Delivery, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.base import (
+    Check,
+    Delivery,
+    IncomingWire,
+    LinkEnd,
+    Offer,
+    OutgoingWire,
+    Place,
+    Transport,
+)
 from megatron_patches.refit.transports.cuda_mapped import Fetch
 from megatron_patches.refit.transports.descriptors import Counter, DescriptorServer, take_descriptors
 from megatron_patches.refit.transports.direct_copies import DirectCopies, Numbers, Rows
@@ -167,7 +176,7 @@ _decode_told = msgspec.msgpack.Decoder(_Told).decode
 _decode_counter = msgspec.msgpack.Decoder(Counter).decode
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(Transport):
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
@@ -175,9 +184,7 @@ class CudaIpcTransport:
         runtime: its GPU.
     """
 
-    together = False
     one_host = True
-    turns = None
     reach = Reach.ROWS
 
     def __init__(self, place: Place, runtime: DeviceRuntime) -> None:
@@ -272,9 +279,6 @@ class CudaIpcTransport:
         self._asked.add(link)
         return self._located
 
-    def stop(self) -> None:
-        """Does nothing: each wire ends its own transfers when closed."""
-
     def close(self) -> None:
         """Stops providing descriptors."""
         try:
@@ -284,7 +288,7 @@ class CudaIpcTransport:
             self._runtime.close()
 
 
-class CudaIpcOutgoing:
+class CudaIpcOutgoing(OutgoingWire):
     """A source's side of a link. The destination does the copying.
 
     Args:
@@ -316,9 +320,6 @@ class CudaIpcOutgoing:
     def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
         """Does nothing; see :meth:`start`."""
 
-    def check(self) -> None:
-        """Does nothing: copies fail at the destination."""
-
     def close(self) -> None:
         """Frees the memory."""
         self.slots = []
@@ -326,7 +327,7 @@ class CudaIpcOutgoing:
         self._lease.release()
 
 
-class CudaIpcIncoming:
+class CudaIpcIncoming(IncomingWire):
     """A destination's side of a link.
 
     Args:

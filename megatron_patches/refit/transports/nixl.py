@@ -22,7 +22,7 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
 from megatron_patches.refit.transports.nixl_agent import NixlAgent, Peer, Region, Spans, region_of
 from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 
@@ -61,7 +61,7 @@ _decode_remote = msgspec.msgpack.Decoder(_Remote).decode
 _decode_told = msgspec.msgpack.Decoder(_Told).decode
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
@@ -71,9 +71,6 @@ class NixlTransport:
         RefitError: if NIXL is not installed.
     """
 
-    together = False
-    one_host = False
-    turns = None
     reach = Reach.CONTIGUOUS
 
     def __init__(self, place: Place) -> None:
@@ -84,13 +81,6 @@ class NixlTransport:
     def hidden(self, memory: Memory) -> frozenset[str]:
         """Storages that NIXL cannot register."""
         return self._storages.hide(memory)
-
-    def details(self) -> bytes:
-        """Empty: metadata is sent per link."""
-        return b""
-
-    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
-        """Does nothing: links have nothing in common."""
 
     def outgoing(self, end: LinkEnd) -> NixlOutgoing:
         """Sends the destination what it must know to read the slots."""
@@ -155,7 +145,7 @@ class _Slots:
         self._lease.release()
 
 
-class NixlOutgoing:
+class NixlOutgoing(OutgoingWire):
     """A source's side of a link. The destination does the work, where UCX allows it.
 
     Args:
@@ -166,12 +156,8 @@ class NixlOutgoing:
 
     def __init__(self, agent: NixlAgent, slots: _Slots, storages: RegisteredStorages) -> None:
         self._agent, self._slots, self._storages = agent, slots, storages
+        self.slots = slots.payloads
         self._told: tuple[int, Mapping[str, int]] = storages.generation, {}
-
-    @property
-    def slots(self) -> Sequence[Payload]:
-        """Memory to pack into."""
-        return self._slots.payloads
 
     def begin(self, memory: Memory) -> bytes | None:
         """The addresses of storages, if they have changed."""
@@ -197,7 +183,7 @@ class NixlOutgoing:
         self._slots.release()
 
 
-class NixlIncoming:
+class NixlIncoming(IncomingWire):
     """A destination's side of a link.
 
     Args:

@@ -21,7 +21,7 @@ from megatron_patches.refit.delta import Delta
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import Packet, PlannedParts, payload_bytes
+from megatron_patches.refit.packets import Packet, payload_bytes
 from megatron_patches.refit.ports import Done, Payload, Pending, Spot
 from megatron_patches.refit.transports import messages
 from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
@@ -248,10 +248,9 @@ class ReceivingEnd:
                 f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, "
                 f"in packet {head.number}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
-        parts = PlannedParts(load, head.digests)
         payload: Pending[object]
         if load.direct:
             payload = wire.fetch_direct(load, places_of(load))
         else:
             payload = wire.fetch(head.slot, head.nbytes) if head.nbytes else Done(b"")
-        return _Arriving(source, replace(packet, parts=parts), head.slot, payload)
+        return _Arriving(source, replace(packet, digests=head.digests), head.slot, payload)

@@ -9,51 +9,36 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Reach
-from megatron_patches.refit.ports import Bytes, Done, Memory, Payload, Pending
+from megatron_patches.refit.ports import Bytes, Done, Payload, Pending
 from megatron_patches.refit.staging import SLOTS, StagingPool
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Packed, Place
+from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
         place: where this party runs.
     """
 
-    together = False
-    one_host = True
-    turns = None
-    reach = Reach.NONE  # each side already makes just one copy: into the slot, and out of it
+    one_host = True  # and no reach: each side already makes just one copy, into the slot, and out of it
 
     def __init__(self, place: Place) -> None:
         self._pool = place.pool
 
-    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
-        """None: all boxes are packed."""
-        return frozenset()
-
-    def details(self) -> bytes:
-        """Empty."""
-        return b""
-
-    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
-        """Does nothing: links have nothing in common."""
-
-    def outgoing(self, end: LinkEnd) -> ShmWire:
+    def outgoing(self, end: LinkEnd) -> ShmOutgoing:
         """Makes the slots and passes their descriptor."""
         handle = os.memfd_create("refit")
         try:
             os.ftruncate(handle, SLOTS * end.slot_bytes)
-            wire = ShmWire(handle, end.slot_bytes, self._pool, write=True)
+            wire = ShmOutgoing(handle, end.slot_bytes, self._pool, write=True)
             try:
                 socket.send_fds(end.connection, [b"m"], [handle])
             except BaseException:
@@ -63,23 +48,17 @@ class ShmTransport:
             os.close(handle)
         return wire
 
-    def incoming(self, end: LinkEnd) -> ShmWire:
+    def incoming(self, end: LinkEnd) -> ShmIncoming:
         """Maps the slots made by the source."""
         handle = _receive_handle(end.connection, end.patience)
         try:
-            return ShmWire(handle, end.slot_bytes, self._pool, write=False)
+            return ShmIncoming(handle, end.slot_bytes, self._pool, write=False)
         finally:
             os.close(handle)
 
-    def stop(self) -> None:
-        """Does nothing: each wire ends its own transfers when closed."""
 
-    def close(self) -> None:
-        """Does nothing: links have nothing in common."""
-
-
-class ShmWire(Packed):
-    """Either side of a link: the same memory in both processes.
+class _Slots:
+    """Memory of a link, the same in both processes.
 
     Args:
         handle: descriptor of the memory.
@@ -92,17 +71,7 @@ class ShmWire(Packed):
         access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
         self._lease = pool.lease(SLOTS * slot_bytes, lambda nbytes: mmap.mmap(handle, nbytes, access=access))
         whole: Bytes = np.frombuffer(self._lease.buffer, dtype=np.uint8)
-        self.slots = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
-
-    def start(self, slot: int, payload: Payload) -> None:
-        """Does nothing: the destination maps the same memory."""
-
-    def check(self) -> None:
-        """Does nothing: no transfer can fail."""
-
-    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """The packet, in the memory that its source packed it into."""
-        return Done(self.slots[slot][:nbytes])
+        self.slots: Sequence[Payload] = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
 
     def close(self) -> None:
         """Releases the memory, which is freed once both sides have."""
@@ -110,6 +79,21 @@ class ShmWire(Packed):
         with suppress(BufferError):  # a packet is still in use; the memory is freed with its last user
             self._lease.buffer.close()
         self._lease.release()
+
+
+class ShmOutgoing(_Slots, OutgoingWire):
+    """A source's side of a link."""
+
+    def start(self, slot: int, payload: Payload) -> None:
+        """Does nothing: the destination maps the same memory."""
+
+
+class ShmIncoming(_Slots, IncomingWire):
+    """A destination's side of a link."""
+
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+        """The packet, in the memory that its source packed it into."""
+        return Done(self.slots[slot][:nbytes])
 
 
 def _receive_handle(connection: socket.socket, patience: Patience) -> int:

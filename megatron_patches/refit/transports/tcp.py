@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import closing
 
 import msgspec
@@ -17,10 +18,10 @@ from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Bytes, Memory, Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.ports import Bytes, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
-from megatron_patches.refit.transports.base import Check, LinkEnd, NothingToTell, Offer, Place
-from megatron_patches.refit.transports.worker import Outbox, Worker
+from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
+from megatron_patches.refit.transports.worker import Worker
 
 
 class _Address(msgspec.Struct):
@@ -34,35 +35,17 @@ class _Address(msgspec.Struct):
 _decode_address = msgspec.msgpack.Decoder(_Address).decode
 
 
-class TcpTransport:
+class TcpTransport(Transport):
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
         place: where this party runs.
     """
 
-    together = False
-    one_host = False
-    turns = None
-
     def __init__(self, place: Place) -> None:
         self._place = place
-
-    @property
-    def reach(self) -> Reach:
-        """Sockets can read and write any host memory."""
-        return Reach.CONTIGUOUS if self._place.device == "cpu" else Reach.NONE
-
-    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
-        """None: sockets can send any host memory."""
-        return frozenset()
-
-    def details(self) -> bytes:
-        """Empty."""
-        return b""
-
-    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
-        """Does nothing: links have nothing in common."""
+        if place.device == "cpu":  # sockets read and write any memory of the host
+            self.reach = Reach.CONTIGUOUS
 
     def outgoing(self, end: LinkEnd) -> TcpOutgoing:
         """Makes the payload connection."""
@@ -84,12 +67,6 @@ class TcpTransport:
             with closing(frames.Callers(listener, secret)) as callers:
                 return TcpIncoming(callers.next(end.patience), end, self._place)
 
-    def stop(self) -> None:
-        """Does nothing: each wire ends its own transfers when closed."""
-
-    def close(self) -> None:
-        """Does nothing: links have nothing in common."""
-
 
 class _Ending:
     """Flag that a wire was closed; ends the wait of its thread."""
@@ -107,7 +84,7 @@ def _lease_slots(pool: StagingPool, slot_bytes: int) -> tuple[Lease[Bytes], list
     return lease, [lease.buffer[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
 
 
-class TcpOutgoing(NothingToTell):
+class TcpOutgoing(OutgoingWire):
     """A source's side of a link.
 
     Args:
@@ -121,7 +98,7 @@ class TcpOutgoing(NothingToTell):
         self._peer = end.peer - place.sources
         self._lease, self.slots = _lease_slots(place.pool, end.slot_bytes)
         self._ending = _Ending()
-        self._outbox = Outbox(f"refit-to-{self._peer}")
+        self._worker, self._under_way = Worker(f"refit-to-{self._peer}"), list[Future[None]]()
 
     def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - the slot does not matter
         """Queues the payload for sending."""
@@ -139,21 +116,23 @@ class TcpOutgoing(NothingToTell):
             for payload in payloads:
                 frames.send_all(self._connection, memoryview(host_bytes(payload)), patience)
 
-        self._outbox.put(send)
+        self._under_way.append(self._worker.submit(send))
 
     def check(self) -> None:
-        """Raises the errors of ended sends."""
-        self._outbox.check()
+        """See :class:`OutgoingWire`."""
+        for ended in [future for future in self._under_way if future.done()]:
+            self._under_way.remove(ended)
+            ended.result()
 
     def close(self) -> None:
         """Closes the wire."""
         self._ending.closed = True
-        self._outbox.close()
+        self._worker.close()
         self._connection.close()
         self._lease.release()
 
 
-class TcpIncoming(NothingToTell):
+class TcpIncoming(IncomingWire):
     """A destination's side of a link.
 
     Args:

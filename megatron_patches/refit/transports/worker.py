@@ -48,33 +48,6 @@ class Worker:
             task()
 
 
-class Outbox:
-    """Sends through a :class:`Worker`, and records failures.
-
-    Args:
-        name: name of the worker's thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._worker = Worker(name)
-        self._under_way: list[Future[None]] = []
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Schedules a send."""
-        self._under_way.append(self._worker.submit(work))
-
-    def check(self) -> None:
-        """Raises the errors of ended sends."""
-        ended = [future for future in self._under_way if future.done()]
-        self._under_way = [future for future in self._under_way if not future.done()]
-        for future in ended:
-            future.result()
-
-    def close(self) -> None:
-        """Stops the worker."""
-        self._worker.close()
-
-
 def wait_for[T](future: Future[T], patience: Patience) -> T:
     """The result of a :class:`Worker`'s task.
 

@@ -7,7 +7,6 @@ written is added by vLLM itself, at the word of the trainer; see [Note: adapter 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from dataclasses import replace
 
@@ -63,10 +62,7 @@ class AdapterSession:
         self._call, self._serving, self._files, self._log = call, serving, files, log
         self._folder = session_folder(call.folder, call.token)
         options = replace(call.links, memory=MemoryMode.BESIDE)
-        parallel = serving.config.parallel_config
-        worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-        name = f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"
-        self._assembly = Assembly(call.invitation, call.sources + worker, name)
+        self._assembly = Assembly(call.invitation, call.sources + serving.worker, serving.name)
         self._party = DestinationParty(self._assembly, options)
         self._memory: VersionMemory | None = None  # once the parties have agreed on a plan
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors, by name

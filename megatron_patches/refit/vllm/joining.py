@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from concurrent.futures import Future, wait
 
@@ -63,9 +62,7 @@ class Joining:
         # A party that has joined must answer, so anything in the call that may be invalid is checked first.
         options = call.links
         self._memory, self._payload = options.memory, options.payload
-        parallel = serving.config.parallel_config
-        worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-        self._assembly = Assembly(call.invitation, call.sources + worker, _name_of(worker))
+        self._assembly = Assembly(call.invitation, call.sources + serving.worker, serving.name)
         self._party = DestinationParty(self._assembly, options, str(serving.device))
         self._model: Future[Model] = Future()  # from the other parties
         self._layout: Future[Layout] = Future()  # from record()
@@ -192,10 +189,5 @@ def describe_layout(
     manifest = with_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
-    relays = Relays(model, manifest, layers, serving.device, worker=rank, name=_name_of(rank))
+    relays = Relays(model, manifest, layers, serving.device, worker=rank, name=serving.name)
     return Layout(manifest, recording.fills, layers, in_place, relays, payload)
-
-
-def _name_of(worker: int) -> str:
-    """Name of this process, for messages."""
-    return f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"

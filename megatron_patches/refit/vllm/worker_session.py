@@ -15,6 +15,8 @@ is restored. Every call but the commit restores the old version first.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,6 +73,17 @@ class ServingModel:
     model: nn.Module
     config: VllmConfig
     device: torch.device
+
+    @property
+    def worker(self) -> int:
+        """Number of this worker in its engine."""
+        parallel = self.config.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+    @property
+    def name(self) -> str:
+        """Name of this worker, for messages."""
+        return f"engine worker {self.worker} on {socket.gethostname()}:{os.getpid()}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_patches.refit.loads import Terms, links_of
+from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.pump import receive_version, send_version
@@ -72,7 +72,7 @@ class Ends:
 
     def connect(self) -> list[Any]:
         """Makes the links; what each end raised, or None."""
-        links, offers = links_of(self.plan), dict(enumerate(self.offers))
+        links, offers = list(self.plan.by_link), dict(enumerate(self.offers))
         digests = self.plan.digests
 
         def of(side: int, rank: int) -> dict[int, str]:

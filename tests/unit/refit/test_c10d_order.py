@@ -15,7 +15,7 @@ import torch
 
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Reach, Terms, links_of
+from megatron_patches.refit.loads import Reach, Terms
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.staging import StagingPool
@@ -86,7 +86,7 @@ class Meeting:
         for rank, receiver in enumerate(self.ends.receivers):
             receiver._selector.close()
             receiver._selector = Unfair(rank)
-        self.terms = dict.fromkeys(links_of(self.plan), Terms(SLOT, Reach.CONTIGUOUS, direct_bytes=8, load_bytes=96))
+        self.terms = dict.fromkeys(self.plan.by_link, Terms(SLOT, Reach.CONTIGUOUS, direct_bytes=8, load_bytes=96))
         assert len(self.terms) == len(case.sources) * len(case.destinations)
 
     def move(self, versions: tuple[int, ...]) -> None:

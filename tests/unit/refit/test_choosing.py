@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.loads import Reach, links_of
+from megatron_patches.refit.loads import Reach
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.choosing import Site, choose, site_of
@@ -72,7 +72,7 @@ def test_memory_that_serves_is_written_directly_only_where_the_end_can_be_awaite
     parties = len(case.sources) + len(case.destinations)
     offers = {party: Offer(address="", slot_bytes=64, memory=kind, reach=Reach.ROWS.value) for party in range(parties)}
     options = LinkOptions(transport=None, staging_bytes=512, sources=len(case.sources), memory=memory)
-    terms = terms_of(plan, links_of(plan), offers, options, transport)
+    terms = terms_of(plan, list(plan.by_link), offers, options, transport)
     assert {term.reach for term in terms.values()} == {expected}
 
 
@@ -88,5 +88,5 @@ def test_a_link_between_host_and_gpu_is_packed(to_all: bool, expected: list[Reac
         for party, memory in enumerate(("cuda", "cpu", "cuda"))
     }
     options = LinkOptions(transport=None, staging_bytes=512, sources=1)
-    terms = terms_of(plan, links_of(plan), offers, options, TransportName.NIXL)
+    terms = terms_of(plan, list(plan.by_link), offers, options, TransportName.NIXL)
     assert [terms[0, destination].reach for destination in (0, 1)] == expected

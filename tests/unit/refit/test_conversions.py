@@ -334,13 +334,10 @@ def test_the_trainers_bits_travel_and_the_engine_converts_them() -> None:
         assert torch.equal(found[name], tensor.view(-1))
 
 
-def test_a_wrong_type_and_a_flipped_bit_are_caught_before_anything_is_converted() -> None:
+def test_a_flipped_bit_is_caught_before_anything_is_converted() -> None:
     moved = Moved()
     moved.receiver.begin(1)
     packets = [packet for sender in moved.senders for packet in sender.pack(1)]
-    first = replace(packets[0].parts[0], dtype="float32")
-    with pytest.raises(TransferError, match=r"has A_log\[2:4\] as float32; bfloat16 is planned"):
-        moved.receiver.accept(replace(packets[0], parts=(first, *packets[0].parts[1:])))
     for packet in packets:
         moved.receiver.accept(packet)
     moved.receiver._incoming["A@bfloat16"][1] ^= np.uint16(4)

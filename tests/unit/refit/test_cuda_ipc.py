@@ -15,7 +15,7 @@ import pytest
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Reach, Terms, cut_into_loads, links_of
+from megatron_patches.refit.loads import Reach, Terms, cut_into_loads
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
 from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
@@ -209,7 +209,7 @@ def test_versions_arrive_and_every_handle_is_given_back(seed: int, in_chunks: bo
     assert [offer.reach for offer in ends.offers] == [Reach.ROWS] * len(gpus)
     hidden = [frozenset(offer.hidden) for offer in ends.offers]
     assert set(ends.connect()) == {None}
-    terms = {link: Terms(SLOT, Reach.ROWS, hidden[link[0]], direct_bytes=8) for link in links_of(plan)}
+    terms = {link: Terms(SLOT, Reach.ROWS, hidden[link[0]], direct_bytes=8) for link in plan.by_link}
     ends.move(case, terms, (1, 2), settled)
     assert {name for gpu in gpus for name in gpu.out} == {"exported", "opened"}
     ends.close()
@@ -226,7 +226,7 @@ def test_some_of_the_cases_go_directly_and_some_do_not() -> None:
     found = set()
     for seed in range(8):
         plan = make_plan(*coverable(seed).sides)
-        terms = dict.fromkeys(links_of(plan), Terms(SLOT, Reach.ROWS, direct_bytes=8))
+        terms = dict.fromkeys(plan.by_link, Terms(SLOT, Reach.ROWS, direct_bytes=8))
         found |= {load.direct for loads in cut_into_loads(plan.transfers, terms).values() for load in loads}
     assert found == {True, False}
 
@@ -276,7 +276,7 @@ def test_weights_that_cannot_be_mapped_are_named_with_their_gpus() -> None:
         lambda rank: ends.receivers[rank].receive(never, never, check, wait_s=10.0),
     )
     ends.close()
-    linked = {link[1] for link in links_of(plan)}
+    linked = {link[1] for link in plan.by_link}
     words = r"GPU GPU-(\d+) cannot reach the weights of source rank (\d+) on GPU GPU-\2 where they lie: cuMemImport.*"
     for rank in linked:
         found = re.fullmatch(words, str(failures[count + rank]))

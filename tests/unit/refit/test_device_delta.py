@@ -15,7 +15,7 @@ from megatron_patches.refit.delta import Base, Delta, delta_bytes, encode
 from megatron_patches.refit.device_base import DeviceBase
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.loads import Load, Terms, cut_into_loads, links_of
+from megatron_patches.refit.loads import Load, Terms, cut_into_loads
 from megatron_patches.refit.ports import Batch, Bits, HostPort, Memory, Payload
 from megatron_patches.refit.staging import StagingPool
 from tests.support.launch import run_distributed
@@ -120,7 +120,7 @@ def compare_loads(seed: int, fraction: float, device: str) -> int:
     plan, (source,), _ = dense_plan(seed)
     shapes = {spec.name: spec.shape for spec in plan.tensors}
     limit = 150 + seed % 400
-    loads = cut_into_loads(plan.transfers, dict.fromkeys(links_of(plan), Terms(packet_bytes=limit)))[0, 0]
+    loads = cut_into_loads(plan.transfers, dict.fromkeys(plan.by_link, Terms(packet_bytes=limit)))[0, 0]
     pool = StagingPool(4 * limit)  # of a source and a target
     sources, targets = ([Side(HostPort), Side(DevicePort, pool)] for _ in range(2))
     old = random_bits(seed, source)

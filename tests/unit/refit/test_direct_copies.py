@@ -8,7 +8,7 @@ import torch
 
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, links_of
+from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Spot
@@ -21,7 +21,7 @@ from tests.unit.refit.test_parties import coverable
 @pytest.mark.parametrize("seed", range(8))
 def test_boxes_that_follow_each_other_at_both_ends_are_copied_at_once(seed: int) -> None:
     plan = make_plan(*coverable(seed).sides)
-    terms = dict.fromkeys(links_of(plan), Terms(SLOT, Reach.ROWS, direct_bytes=8))
+    terms = dict.fromkeys(plan.by_link, Terms(SLOT, Reach.ROWS, direct_bytes=8))
     for loads in cut_into_loads(plan.transfers, terms).values():
         for load in (load for load in loads if load.direct):
             table = DirectCopies.of(load)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_patches.refit import exchange as exchange_module
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.exchange import on_first
+from megatron_patches.refit.exchange import Exchange, on_first
 
 RANKS = 3
 
@@ -26,7 +26,7 @@ class Shared:
     values: list[Any] = field(default_factory=lambda: [None] * RANKS)
 
 
-class Rank:
+class Rank(Exchange):
     """One of them; notes how long it waited for the others, each time."""
 
     size = RANKS

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from etp.formats import quantize_blocks, scale_of
 from megatron_patches.refit.boxes import Box, View, row_major_strides
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
-from megatron_patches.refit.exchange import SingleProcess
+from megatron_patches.refit.exchange import Exchange
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.planning.tensors import agree_on_tensors
@@ -57,7 +57,7 @@ class Meeting:
         return found  # type: ignore[return-value]
 
 
-class Member:
+class Member(Exchange):
     """One of them; counts what it sends."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -325,7 +325,7 @@ def test_a_module_is_quantized_under_its_own_names() -> None:
             vocab_size=37,
         )
     ).bfloat16()
-    source = Fp8BlockSource(ModuleSource(model), WeightFormat.FP8_BLOCK, SingleProcess())
+    source = Fp8BlockSource(ModuleSource(model), WeightFormat.FP8_BLOCK, Exchange())
     held = source.describe(0)
     source.settle()
     memory, state = source.look_up(), model.state_dict()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Reach, Terms, cut_into_loads, links_of
+from megatron_patches.refit.loads import Reach, Terms, cut_into_loads
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.transports.base import TransportName
@@ -63,7 +63,7 @@ def test_versions_arrive_and_nothing_polls_meanwhile(seed: int, monkeypatch: pyt
     hidden = [frozenset(offer.hidden) for offer in ends.offers]
     assert any(hidden) == bool(refused)
     assert set(ends.connect()) == {None}
-    terms = {link: Terms(SLOT, Reach.CONTIGUOUS, hidden[link[0]], direct_bytes=8) for link in links_of(plan)}
+    terms = {link: Terms(SLOT, Reach.CONTIGUOUS, hidden[link[0]], direct_bytes=8) for link in plan.by_link}
     ends.move(case, terms, (1, 2, 3, 4, 5), settled)
     used = time.process_time()
     time.sleep(0.5)
@@ -75,7 +75,7 @@ def test_some_of_the_cases_go_directly_and_some_do_not() -> None:
     found = set()
     for seed in range(6):
         plan = make_plan(*coverable(seed).sides)
-        terms = dict.fromkeys(links_of(plan), Terms(SLOT, Reach.CONTIGUOUS, direct_bytes=8))
+        terms = dict.fromkeys(plan.by_link, Terms(SLOT, Reach.CONTIGUOUS, direct_bytes=8))
         found |= {load.direct for loads in cut_into_loads(plan.transfers, terms).values() for load in loads}
     assert found == {True, False}
 

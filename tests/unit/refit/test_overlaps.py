@@ -13,22 +13,7 @@ from hypothesis import strategies as st
 from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.choosing import Site
-from megatron_patches.refit.parties.messages import (
-    CHECKING,
-    CHOOSING,
-    DESCRIBING,
-    LINKING,
-    LISTENING,
-    PLANNING,
-    RECORDING,
-    SENDING,
-    Asked,
-    Moved,
-    Orders,
-    Registered,
-    Registration,
-    Wanted,
-)
+from megatron_patches.refit.parties.messages import Asked, Moved, Orders, Registered, Registration, Step, Wanted
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, plan_for
 from megatron_patches.refit.planning.grids import Axes, join_name, meet, numbers_of
@@ -115,7 +100,7 @@ def registry() -> Registry:
     names = {placement.box.tensor for placement in held.placements}
     tensors = fold_tensors([spec for spec in case.tensors if spec.name in names])
     mine = Registration(Registered(0, "host", {}, tensors, layout, allow_narrowing=False))
-    found.answer(DESCRIBING, [msgspec.msgpack.encode(mine), msgspec.msgpack.encode(Registration(None))])
+    found.answer(Step.DESCRIBING, [msgspec.msgpack.encode(mine), msgspec.msgpack.encode(Registration(None))])
     return found
 
 
@@ -131,13 +116,13 @@ def registry() -> Registry:
 )
 def test_what_is_no_region_is_refused_by_name(region: Region) -> None:
     with pytest.raises(RefitError, match=r"a destination wants .* of w.*, which is no region"):
-        registry().answer(RECORDING, [msgspec.msgpack.encode(Wanted((region,)))])
+        registry().answer(Step.RECORDING, [msgspec.msgpack.encode(Wanted((region,)))])
 
 
 def test_requests_reach_their_source_as_they_were_sent() -> None:
     request = Request(0, ((0, 1, 2),), (0,), (4,), Views("s", (), (0, 4), (1,)), "bfloat16")
     parts = [Asked[list[Request]]({}, "", {}), Asked({0: [request]}, "ab", {0: 8})]
-    (first, last) = registry().answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts]) or []
+    (first, last) = registry().answer(Step.PLANNING, [msgspec.msgpack.encode(part) for part in parts]) or []
     orders = msgspec.msgpack.decode(first, type=Orders[list[Request]])
     assert orders.requests == [(0, [request])]
     assert orders.nbytes == 8
@@ -149,9 +134,9 @@ def test_a_source_that_sends_nothing_does_not_count_for_the_transport() -> None:
     sites = [msgspec.msgpack.encode(site) for site in (host, gpu, gpu)]  # two sources and a destination
     parts = [Asked[list[Request]]({}, "", {}), Asked({}, "", {}), Asked({1: []}, "", {})]
     found = Registry(2)
-    assert found.answer(CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.TCP)] * 3
-    found.answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts])
-    assert found.answer(CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.CUDA_IPC)] * 3
+    assert found.answer(Step.CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.TCP)] * 3
+    found.answer(Step.PLANNING, [msgspec.msgpack.encode(part) for part in parts])
+    assert found.answer(Step.CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.CUDA_IPC)] * 3
 
 
 def test_tensors_that_nobody_holds_are_left_out_where_the_first_source_says_so() -> None:
@@ -167,7 +152,7 @@ def test_tensors_that_nobody_holds_are_left_out_where_the_first_source_says_so()
 def test_requests_to_a_source_that_is_not_there_are_refused() -> None:
     parts = [Asked[list[Request]]({}, "", {}), Asked[list[Request]]({1: []}, "", {})]
     with pytest.raises(RefitError, match="destination rank 0 asks source rank 1, which is not there"):
-        registry().answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts])
+        registry().answer(Step.PLANNING, [msgspec.msgpack.encode(part) for part in parts])
 
 
 def answers(found: Registry, what: str, parts: list[Any], kind: Any) -> list[Any]:
@@ -181,12 +166,14 @@ def test_a_party_learns_of_those_with_which_it_links(to_all: bool) -> None:
     """Two sources, three destinations: the first draws from both, the second from one, the last from none."""
     found = Registry(2)
     nothing: Asked[list[Request]] = Asked({}, "", {})
-    answers(found, PLANNING, [nothing, nothing, Asked({0: [], 1: []}, "", {}), Asked({1: []}, "", {}), nothing], Any)
+    answers(
+        found, Step.PLANNING, [nothing, nothing, Asked({0: [], 1: []}, "", {}), Asked({1: []}, "", {}), nothing], Any
+    )
     offers = [
         Offer(address=f"at {party}", slot_bytes=8, memory="cpu", reach=0, to_all=to_all and party == 4)
         for party in range(5)
     ]
-    told = answers(found, LISTENING, offers, dict[int, Offer])
+    told = answers(found, Step.LISTENING, offers, dict[int, Offer])
     for_all = {4} if to_all else set()
     assert [set(one) for one in told] == [{2} | for_all, {2, 3} | for_all, {0, 1} | for_all, {1} | for_all, for_all]
     assert all(offer == offers[peer] for one in told for peer, offer in one.items())
@@ -195,12 +182,14 @@ def test_a_party_learns_of_those_with_which_it_links(to_all: bool) -> None:
 def test_parties_hear_what_was_chosen_and_how_all_moved_a_version() -> None:
     found = Registry(1)
     here, there = Site("a", "12", nixl=True), Site("b", "", nixl=True)
-    assert answers(found, CHOOSING, [here, here, there], TransportName) == [TransportName.NIXL] * 3
+    assert answers(found, Step.CHOOSING, [here, here, there], TransportName) == [TransportName.NIXL] * 3
     moved = [
         Moved({"look_up": 1.0}, 3, bytes_by_source=(70,)),
         Moved({"move": 2.0}, 5),
         Moved({"move": 4.0, "verify": 1.0}, 4),
     ]
-    told = answers(found, f"{SENDING} 7", moved, Moved)
+    told = answers(found, f"{Step.SENDING} 7", moved, Moved)
     assert told == [Moved({"look_up": 1.0, "move": 4.0, "verify": 1.0}, 5, bytes_by_source=(70,))] * 3
-    assert answers(found, CHECKING, [None] * 3, None) == answers(found, LINKING, [None] * 3, None) == [None] * 3
+    assert (
+        answers(found, Step.CHECKING, [None] * 3, None) == answers(found, Step.LINKING, [None] * 3, None) == [None] * 3
+    )

@@ -17,7 +17,7 @@ from megatron_patches.refit.delta import Base, Delta
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
-from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goes_directly, links_of
+from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goes_directly
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.plan import Plan, make_plan
@@ -70,9 +70,9 @@ def volumes(boxes: list[Box]) -> dict[str, int]:
 @given(seed=st.integers(0, 2**32), limit=st.integers(8, 200))
 def test_loads_are_the_plan_cut_to_size(seed: int, limit: int) -> None:
     plan, _, _ = dense_plan(seed, sources=2)
-    limits = {link: limit + 8 * link[0] for link in links_of(plan)}
+    limits = {link: limit + 8 * link[0] for link in plan.by_link}
     loads = cut_into_loads(plan.transfers, {link: Terms(packet_bytes=nbytes) for link, nbytes in limits.items()})
-    assert list(loads) == links_of(plan)
+    assert list(loads) == list(plan.by_link)
     for link, found in loads.items():
         assert all(0 < load.nbytes <= limits[link] for load in found)
         assert [load.number for load in found] == list(range(len(found)))
@@ -110,7 +110,7 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
         for storage in source.storages
     }
     memory: dict[str, Bits] = {name: np.zeros_like(bits) for name, bits in held.items()}
-    terms = dict.fromkeys(links_of(plan), Terms(packet_bytes=limit))
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=limit))
     sender = Sender(plan, 0, as_tensors(held) if tensors[0] else held, terms)
     unpacker = Unpacker(plan, wanted, terms)
     unpacker.begin(1, as_tensors(memory) if tensors[1] else memory)
@@ -172,7 +172,7 @@ class Related:
 def related(seed: int, fraction: float, limit: int | None = None) -> Related:
     plan, (source,), wanted = dense_plan(seed)
     old = random_bits(seed, source)
-    terms = dict.fromkeys(links_of(plan), Terms(packet_bytes=limit))
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=limit))
     rooms = [{name: np.zeros_like(bits) for name, bits in old.items()} for _ in range(2)]
     versions = [old, changed_bits(seed, old, fraction)]
     return Related(Sender(plan, 0, old, terms), Unpacker(plan, wanted, terms), versions, rooms)
@@ -277,7 +277,7 @@ class Straight:
         """As a wire moves a direct load."""
         packet = self.sender.digest((load,), 1)[0].result()
         assert not len(packet.payload)
-        announced = self.unpacker.load_of(replace(packet, parts=()))
+        announced = self.unpacker.load_of(replace(packet, digests=()))
         assert announced.direct
         assert announced.items == load.items
         for source, target in zip(self.sender.places(load), self.unpacker.places(announced), strict=True):

@@ -13,22 +13,12 @@ from msgspec.msgpack import decode
 
 from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.cluster import Hosts, engine_mesh, trainer_mesh
-from megatron_patches.refit.parties.messages import (
-    CHECKING,
-    CHOOSING,
-    DESCRIBING,
-    LINKING,
-    LISTENING,
-    PLANNING,
-    RECORDING,
-    Asked,
-    Orders,
-)
+from megatron_patches.refit.parties.messages import Asked, Orders, Step
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.progress import Quiet
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in
 from megatron_patches.refit.simulation.models import MODELS
 from megatron_patches.refit.simulation.simulate import SampleSize, Simulation, simulate
@@ -52,7 +42,7 @@ def sides(engines: int = 4, engine: str = ENGINE, colocated: bool = False) -> Si
 
 
 def simulated(of: Sides, requests: int = 64, replicas: int = 4) -> Simulation:
-    return simulate(of, SampleSize(workers=64, requests=requests), replicas, 1e9, Quiet())
+    return simulate(of, SampleSize(workers=64, requests=requests), replicas, 1e9, Progress())
 
 
 @pytest.mark.parametrize("colocated", [False, True])
@@ -108,11 +98,11 @@ def test_planned_requests_are_those_that_a_worker_makes() -> None:
 
 def test_the_registry_carries_all_messages_of_all() -> None:
     fleet = Fleet(sides())
-    assert fleet.through_bytes[DESCRIBING] > (fleet.sides.trainer.size + fleet.sides.workers) * len(fleet.model)
+    assert fleet.through_bytes[Step.DESCRIBING] > (fleet.sides.trainer.size + fleet.sides.workers) * len(fleet.model)
     overlaps = fleet.overlaps()
-    assert fleet.through_bytes[RECORDING] > sum(map(len, overlaps))
+    assert fleet.through_bytes[Step.RECORDING] > sum(map(len, overlaps))
     orders = fleet.orders([asked_bytes({})] * fleet.sides.workers)
-    assert fleet.through_bytes[PLANNING] > sum(map(len, orders))
+    assert fleet.through_bytes[Step.PLANNING] > sum(map(len, orders))
 
 
 def test_steps_after_planning_carry_a_few_bytes_for_each_party_and_link() -> None:
@@ -131,9 +121,9 @@ def test_steps_after_planning_carry_a_few_bytes_for_each_party_and_link() -> Non
 
     for engines in (2, 16):
         parties, links, nbytes = carried(engines)
-        assert nbytes[CHECKING] == nbytes[LINKING] == 2 * parties
-        assert nbytes[CHOOSING] < 100 * parties
-        assert nbytes[LISTENING] < 2 * 100 * links + 100 * parties
+        assert nbytes[Step.CHECKING] == nbytes[Step.LINKING] == 2 * parties
+        assert nbytes[Step.CHOOSING] < 100 * parties
+        assert nbytes[Step.LISTENING] < 2 * 100 * links + 100 * parties
 
 
 def test_a_sample_stands_for_all_engines() -> None:
@@ -144,9 +134,9 @@ def test_a_sample_stands_for_all_engines() -> None:
         assert (all_.name, all_.count) == (some.name, some.count)
         assert some.most("peers") == pytest.approx(all_.most("peers"), rel=0.25)
         assert some.most("weight_bytes") == pytest.approx(all_.most("weight_bytes"), rel=0.25)
-    assert part.registry_bytes[DESCRIBING] == whole.registry_bytes[DESCRIBING]
-    assert part.registry_bytes[RECORDING] == whole.registry_bytes[RECORDING]
-    assert part.registry_bytes[PLANNING] == pytest.approx(whole.registry_bytes[PLANNING], rel=0.1)
+    assert part.registry_bytes[Step.DESCRIBING] == whole.registry_bytes[Step.DESCRIBING]
+    assert part.registry_bytes[Step.RECORDING] == whole.registry_bytes[Step.RECORDING]
+    assert part.registry_bytes[Step.PLANNING] == pytest.approx(whole.registry_bytes[Step.PLANNING], rel=0.1)
 
 
 def test_the_trainer_serves_as_many_engines_at_a_time_as_its_busiest_rank_allows() -> None:
