@@ -27,7 +27,9 @@ GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """splitmix64's constants (Steele, Lea and Flood, OOPSLA 2014)."""
 COLUMN_SALT = 0x5851F42D4C957F2D
 """Combined with a column's index, so that rows and columns have different hashes."""
-_CHUNK = 1 << 16  # elements at a time: the temporaries stay in a core's cache
+_NARROW = 2  # bytes of the widest element whose sums are exact in fp64
+_ROWS, _COLUMNS = 16, (64, 1 << 16)
+_SHIFTS = np.arange(0, 64, 16, dtype=np.uint64)
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -51,15 +53,62 @@ def digest_array(values: NDArray[np.generic], box: Box, shape: tuple[int, ...]) 
     if values.size != box.volume:
         raise ValueError(f"{box} has {box.volume} elements, not {values.size}")
     bits = np.ascontiguousarray(values).reshape(-1).view(_UNSIGNED[values.dtype.itemsize])
+    kind: type[_Columns] = _NarrowColumns if bits.itemsize <= _NARROW and _is_matrix(box) else _Columns
+    columns: _Columns | None = None
     total = 0
     done = 0
-    for part in box.chunks(_CHUNK):
+    for part in box.chunks(kind.chunk):
         rows, low, high = _rows(part, shape)
-        piece = bits[done : done + part.volume].reshape(-1, high - low).astype(np.uint64) + np.uint64(1)
+        piece = bits[done : done + part.volume].reshape(-1, high - low)
         done += part.volume
-        sums = piece @ _odd_hash(np.arange(low, high, dtype=np.uint64) ^ np.uint64(COLUMN_SALT))
-        total += int(np.dot(sums, _odd_hash(rows)))
+        if columns is None or columns.range != (low, high):
+            columns = kind(low, high)
+        total += int(np.dot(columns.sums(piece), _odd_hash(rows)))
     return total & MASK
+
+
+def _is_matrix(box: Box) -> bool:
+    """Whether cutting the hashes of columns into parts pays: for several rows, neither short nor very long."""
+    columns = box.shape[-1] if box.shape else 1
+    return _COLUMNS[0] <= columns <= _COLUMNS[1] and box.volume // columns >= _ROWS
+
+
+class _Columns:
+    """The hashes of a range of columns, with which the elements of rows are summed."""
+
+    chunk = 1 << 16  # elements at a time: the temporaries stay in a core's cache
+
+    def __init__(self, low: int, high: int) -> None:
+        self.range = low, high
+        self._hashes = _odd_hash(np.arange(low, high, dtype=np.uint64) ^ np.uint64(COLUMN_SALT))
+
+    def sums(self, bits: NDArray[np.unsignedinteger]) -> NDArray[np.uint64]:
+        """For each row, the sum of ``(bits + 1) * hash``."""
+        found: NDArray[np.uint64] = (bits.astype(np.uint64) + np.uint64(1)) @ self._hashes
+        return found
+
+
+class _NarrowColumns(_Columns):
+    """The same for elements of 1 or 2 bytes, by matrix products in fp64, which numpy leaves to BLAS.
+
+    Each hash is cut into 4 parts of 16 bits. Sums of a part's products are exact, in whatever order they are added:
+    less than 2**16 * 2**16 for each of at most 2**18 elements, and so less than 2**53.
+    """
+
+    chunk = 1 << 18
+
+    def __init__(self, low: int, high: int) -> None:
+        super().__init__(low, high)
+        self._parts = np.stack([self._hashes >> shift & np.uint64(0xFFFF) for shift in _SHIFTS], axis=1).astype(
+            np.float64
+        )
+        self._ones = np.add.reduce(self._hashes)  # what adding 1 to all bits adds
+
+    def sums(self, bits: NDArray[np.unsignedinteger]) -> NDArray[np.uint64]:
+        """See :class:`_Columns`."""
+        by_part = (bits.astype(np.float64) @ self._parts).astype(np.uint64)
+        found: NDArray[np.uint64] = np.add.reduce(by_part << _SHIFTS, axis=1) + self._ones
+        return found
 
 
 def _rows(box: Box, shape: tuple[int, ...]) -> tuple[NDArray[np.uint64], int, int]:

@@ -44,6 +44,19 @@ def test_a_digest_follows_the_definition(width: int) -> None:
     assert digest_array(np.ascontiguousarray(part), box, SHAPE) == reference(part, box, SHAPE)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (70, 5000), (17, 1 << 16), (16, 63), (15, 64)])
+@pytest.mark.parametrize("width", [1, 2])
+def test_matrices_of_narrow_elements_are_summed_exactly(width: int, rows: int, columns: int) -> None:
+    """Parts of several rows and columns, with many elements whose bits are all ones, against products of integers."""
+    box, shape = Box("w", (5, 9), (5 + rows, 9 + columns)), (10_000, 100_000)
+    values = random_bits(width, 3, (rows, columns))
+    values[::2] = np.iinfo(values.dtype).max
+    row = np.array([odd_hash(5 + at) for at in range(rows)], dtype=np.uint64)
+    column = np.array([odd_hash((9 + at) ^ 0x5851F42D4C957F2D) for at in range(columns)], dtype=np.uint64)
+    sums = (values.astype(np.uint64) + np.uint64(1)) @ column
+    assert digest_array(values, box, shape) == int(np.dot(sums, row))
+
+
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4, 5), (2, 1, 3, 2)])
 def test_tensors_of_any_number_of_dimensions_follow_the_definition(shape: tuple[int, ...]) -> None:
     values = random_bits(2, 5, shape)
