@@ -24,9 +24,9 @@ from benchmarks.command_line import require_gpus, require_torchrun
 from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
-from etp.collectives.driver import CudaDriver
+from etp.collectives.driver import Copies, CudaDriver
 from etp.collectives.symmetric import SymmetricBuffer
-from etp.stack import Stack
+from etp.stack import PitchedCopy, Stack
 from etp.streams import InFlight
 
 ROWS, COLUMNS, TOKENS, PRODUCTS = 14336, 4096, 4096, 4
@@ -61,7 +61,8 @@ class CopyVariants:
                 target = self.target.addresses[self.rank] + peer * self.chunk
                 source = self.source.addresses[peer] + self.rank * self.chunk
             offset = piece * step
-            self.driver.copy(target + offset, source + offset, step, used[number % len(used)].cuda_stream)
+            copy = Copies([PitchedCopy(target + offset, step, source + offset, step, step, 1)])
+            self.driver.copy(copy, used[number % len(used)].cuda_stream)
         for stream in used:
             if stream is not current:
                 current.wait_stream(stream)

@@ -8,7 +8,8 @@
 One engine is started for each mesh of ``--to``, and takes the weights of every trainer of ``--from``, one after the
 other (meshes as ``plan --from`` and ``--to`` take them). After each push the engine draws tokens, and the trainer
 computes their log-probabilities. They agree if the KL of generation is at most ``--most-kl`` and ten times lower than
-with the weights of another version. On GPUs, trainers use the first ones and engines the last ones.
+with the weights of another version. On GPUs, trainers use the first ones and engines the last ones; where there are not
+enough for both, they share some.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ def engine_arguments(mesh: EngineMesh, *, on_gpu: bool) -> list[str]:
     found = [word for flag, size in sizes.items() for word in (flag, str(size))]
     if mesh.expert_parallel:
         found.append("--enable-expert-parallel")
-    if not on_gpu:
-        found += ["--enforce-eager", "--max-model-len", "256", "--block-size", "32"]
-    return found
+    found += ["--enforce-eager", "--max-model-len", "256"]
+    # On a GPU, the rest is for the new weights beside the old ones and for a trainer on the same one.
+    return [*found, *(("--gpu-memory-utilization", "0.4") if on_gpu else ("--block-size", "32"))]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--from: vpp is not covered here; leave it out")
     workers = [mesh.size for mesh in map(engine_mesh, options.engines)]
     if options.device == "cuda":
-        require_gpus(parser.error, max(mesh.size for mesh in meshes) + max(workers))
+        require_gpus(parser.error, max(*(mesh.size for mesh in meshes), *workers))
     # When terminated, still end the server, which runs in its own session.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows = _known(options.json)

@@ -3,9 +3,10 @@
     python -m benchmarks.refit_parts
 
 Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; of new
-weights of Qwen3-8B's shapes that change places with old ones, for several shapes of a block; and, with two GPUs, of
-4 GiB copied in pieces of several sizes over one or more streams of either GPU, and of thousands of runs as of a mixture
-of experts, begun by one call or many, and of 2 MiB in rows. ``--only runs`` prints a part.
+weights of Qwen3-8B's shapes that change places with old ones, for several shapes of a block; of the same matrices
+quantized to block FP8; of changed elements that are found and put back; and, with two GPUs, of 4 GiB copied in pieces
+of several sizes over one or more streams of either GPU, and of thousands of runs as of a mixture of experts, begun by
+one call or many, and of 2 MiB in rows. ``--only runs`` prints a part.
 """
 
 from __future__ import annotations
@@ -108,6 +109,69 @@ def swaps() -> None:
         print(f"block {block} warps {warps}: {nbytes / taken / 1e9:.0f} GB/s, {taken * 1e3:.1f} ms", flush=True)
 
 
+def quantizing() -> None:
+    """Times the kernels of a push in block FP8: those that quantize, whole blocks and parts, and digests of bytes."""
+    from etp.formats import kernels
+    from megatron_patches.refit.source.block_parts import KernelParts, Part
+    from megatron_patches.refit.weight_format import BLOCK
+
+    size = ROWS * COLUMNS
+    held = {f"s{i}": torch.randn(size, device="cuda").bfloat16() for i in range(MATRICES)}
+    bytes_ = {name: torch.empty(size, dtype=torch.uint8, device="cuda") for name in held}
+    down, across = ROWS // BLOCK, COLUMNS // BLOCK
+    numbers = torch.ones(MATRICES * down * across, device="cuda")
+    boxes = {name: Box(name, (0, 0), (ROWS, COLUMNS)) for name in held}
+    views = {name: View(name, 0, (ROWS, COLUMNS), (COLUMNS, 1)) for name in held}
+    parts = [Part(boxes[name], views[name], (ROWS, COLUMNS), i * down * across, across) for i, name in enumerate(held)]
+    quantizer = KernelParts(parts, bytes_, power_of_two=True)
+    quantizer.measure(held, numbers)
+    table = kernels.TileTable(
+        [
+            kernels.Tiled(
+                views[name].tensor(held[name]), views[name].tensor(bytes_[name]), i * down * across, (across, 1)
+            )
+            for i, name in enumerate(held)
+        ]
+    )
+    pieces = [Piece(views[name], "float8_e4m3fn", boxes[name], (ROWS, COLUMNS)) for name in held]
+    port, batch = DevicePort(bytes_, "this GPU"), Batch(tuple(pieces))
+    ways: dict[str, Callable[[], object]] = {
+        "quantize, in groups as for a push": lambda: quantizer.quantize(held, numbers, numbers),
+        "quantize, in one launch": lambda: kernels.quantize_blocks(table, numbers, power_of_two=True, epsilon=0.0),
+        "quantize, in one launch, finding NaN": lambda: kernels.quantize_blocks(
+            table, numbers, power_of_two=True, epsilon=0.0, checked=True
+        ),
+        "digest of the bytes": lambda: port.digest(batch).result(),
+    }
+    for name, way in ways.items():
+        taken, moved = seconds(way), MATRICES * size * (1 if name.startswith("digest") else 3)
+        print(f"{name}: {taken * 1e3:.2f} ms, {moved / taken / 1e9:.0f} GB/s", flush=True)
+
+
+def changes() -> None:
+    """Times what a delta adds to packing a load: counting and compacting its changes, and putting them back."""
+    from megatron_patches.refit import delta_kernels
+    from megatron_patches.refit.delta import delta_of
+
+    count = 8 * ROWS * COLUMNS
+    old = torch.randint(0, 256, (2 * count,), dtype=torch.uint8, device="cuda")
+    out = torch.empty_like(old)
+    for share in (0.0, 0.01, 0.02, 0.03, 0.3):
+        marked = (torch.rand(count, device="cuda") < share)[:, None]
+        new = torch.where(marked, old.view(count, 2) ^ 1, old.view(count, 2)).view(-1)
+        found = seconds(lambda new=new: delta_kernels.encode(new, old, 2, out))  # type: ignore[misc]
+        changed = int(delta_kernels.encode(new, old, 2, out).item())
+        put = 0.0
+        if delta_of(0, changed, count, 2) is not None and changed:
+            base = old.clone()
+            put = seconds(lambda base=base, changed=changed: delta_kernels.decode(out, changed, base, 2))  # type: ignore[misc]
+        print(
+            f"{changed / count:.1%} of {count} elements of 2 bytes: found in {found * 1e3:.2f} ms, "
+            f"{2 * count / found / 1e9:.0f} GB/s, put back in {put * 1e3:.2f} ms",
+            flush=True,
+        )
+
+
 def copies() -> None:
     """Times copies from the first GPU to the second."""
     source = torch.randint(0, 255, (COPIED,), dtype=torch.uint8, device="cuda:0")
@@ -194,6 +258,8 @@ def _finish() -> None:
 PARTS: tuple[tuple[str, Callable[[], None], int], ...] = (
     ("tiles", tiles, 1),
     ("swaps", swaps, 1),
+    ("quantizing", quantizing, 1),
+    ("changes", changes, 1),
     ("copies", copies, 2),
     ("runs", runs, 2),
     ("pitched", pitched, 2),

@@ -300,7 +300,8 @@ class Bench:
                 started = time.perf_counter()
                 self.source.settle()
                 settled = time.perf_counter() - started
-                party.push(version, self.source.look_up)
+                quantizing = self.source if isinstance(self.source, Fp8BlockSource) else None
+                party.push(version, self.source.look_up, writing=quantizing)
             elif isinstance(party, DestinationParty):
                 staged = self._storages()
                 party.receive(version, assembly.next_step, version > 1, lambda: as_memory(staged))

@@ -36,8 +36,8 @@ def by_memory_operations(device: torch.device) -> tuple[Signal, Signal]:
     """How to raise, and how to await, flags by operations of the stream."""
     driver, flags = CudaDriver(), torch.zeros(2, dtype=torch.int32, device=device)
     addresses = [flags.data_ptr() + channel * _WORD for channel in range(2)]
-    raising = [MemoryOperations.raise_flags([address], 1) for address in addresses]
-    taking = [MemoryOperations.take_flags([address], 1) for address in addresses]
+    raising = [MemoryOperations(1, raised=[address]) for address in addresses]
+    taking = [MemoryOperations(1, taken=[address]) for address in addresses]
 
     def put(channel: int) -> None:
         driver.enqueue(raising[channel], torch.cuda.current_stream(device).cuda_stream)

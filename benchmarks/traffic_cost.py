@@ -85,14 +85,15 @@ class Selection:
             finally:
                 self._reducing = False
 
-        def accumulate(*arguments: Any, **options: Any) -> None:
+        def accumulate(*arguments: Any, **options: Any) -> tuple[()]:
             if "sum" not in self.left_out:
                 add(*arguments, **options)
+            return ()  # no launches that would be repeated without asking
 
-        def selected_copy(driver: Any, destination: int, source: int, nbytes: int, stream: int) -> None:
+        def selected_copy(driver: Any, copies: Any, stream: int) -> None:
             part = "send" if self._reducing else "own" if stream == self._local else None
             if part not in self.left_out:
-                copy(driver, destination, source, nbytes, stream)
+                copy(driver, copies, stream)
 
         changes: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [
             (transport, "all_gather", gather, all_gather),

@@ -193,7 +193,10 @@ class System:
     def _wrap(self) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+        # Weights that are cut over all ranks have one replica, whose reductions would do nothing but take the host's time.
+        # The ETP flags of a Megatron script leave the overlap out then, too.
+        replicas = dist.get_world_size() // self.weight_shards
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=replicas > 1)
         return DistributedDataParallel(self.config, ddp, self._gpt())
 
 

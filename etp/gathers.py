@@ -63,6 +63,7 @@ class Gathers:
         self._hooks = hooks
         self._in_use: WeightGroup | None = None
         self._largest_group = 0
+        self._lookahead = max(_LOOKAHEAD, config.prefetch_depth)
 
     # One visit -----------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Gathers:
         if is_part:
             self._require_observer(group)
         elif not (in_backward or route.device in self._weights.final) or (
-            group.is_published and not group.is_observed(self._weights.stamp)
+            not group.is_observed(self._weights.stamp) and group.is_published
         ):
             self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
         # See [Note: reuse].
@@ -163,31 +164,29 @@ class Gathers:
         in_flight, number, epoch = 0, self._passes.number, self._weights.epoch
         needed_earlier, stamp = {in_use}, self._weights.stamp
         cache = self._modes.now.cache
-        for reading in self._ahead(timeline):
+        # The next visits, nearest first, in this pass and the next one.
+        readings = timeline.upcoming(self._lookahead)
+        if len(readings) < self._lookahead and self._knows_next(timeline):
+            readings = [*readings, *self._passes.expected(self._lookahead - len(readings))]
+        for reading in readings:
             if in_flight >= budget:
                 return
             group = reading.group
-            if group.read_in_pass != number:
-                group.read_shards(number)
-            slot = group.attach(cache)
-            if not group.holds(epoch, gathered_in=gathered_in, columns=reading.columns):
-                route = group.route or self._routes.of(group)
-                if slot in needed_earlier:
-                    return
-                if not (self._modes.now.is_part or not group.is_published or group.is_observed(stamp)):
-                    return
-                self._issue(reading, slot, route)
+            # What this pass has started already is not looked at again: its visit does that.
+            if not group.pending or group.issued_in_pass != number or group.gathered_columns is not reading.columns:
+                if group.read_in_pass != number:
+                    group.read_shards(number)
+                slot = group.attach(cache)
+                if not group.holds(epoch, gathered_in=gathered_in, columns=reading.columns):
+                    if slot in needed_earlier:
+                        return
+                    route = group.route or self._routes.of(group)
+                    if not (self._modes.now.is_part or group.is_observed(stamp) or not group.is_published):
+                        return
+                    self._issue(reading, slot, route)
             if group.pending:
                 in_flight += group.nbytes
-            needed_earlier.add(slot)
-
-    def _ahead(self, timeline: Timeline[Reading]) -> Sequence[Reading]:
-        """The next visits, nearest first, in this pass and the next one."""
-        count = max(_LOOKAHEAD, self._config.prefetch_depth)
-        upcoming = timeline.upcoming(count)
-        if len(upcoming) == count or not self._knows_next(timeline):
-            return upcoming
-        return [*upcoming, *self._passes.expected(count - len(upcoming))]
+            needed_earlier.add(group.slot)
 
     def _knows_next(self, timeline: Timeline[Reading]) -> bool:
         """Whether gathers may be started for the next pass.

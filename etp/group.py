@@ -96,14 +96,14 @@ class WeightGroup:
         self.format_is_known = False
         """Whether a consumer has asked for :attr:`format`; before, it is a guess."""
         self._quantized: tuple[Quantization, int] | None = None
-        self._slot: Slot | None = None
         self._cache: BufferCache | None = None
         self._slots: dict[BufferCache, Slot] = {}
         self.rows, self.columns = Reading(self, columns=False), Reading(self, columns=True)
         """What visits read of it. Columns are visited only in a format that quantizes them separately."""
         self._ready: Ready | None = None
         self._generation = -1
-        self._gathered_columns = False
+        self.gathered_columns = False
+        """Whether the latest gather was of columns; see :class:`Reading`."""
         self._gathered_version: tuple[Any, ...] = ()
         self.version: tuple[Any, ...] = ()
         """Changes when the version counter of a shard does, or when a shard is bound to other storage. Updated by
@@ -146,14 +146,13 @@ class WeightGroup:
     @property
     def has_slot(self) -> bool:
         """Whether a cache is attached in the current mode (inside or outside of a CUDA graph)."""
-        return self._slot is not None
+        return "slot" in self.__dict__
 
-    @property
+    # Cached, because it is read at every visit: :meth:`attach` sets it.
+    @cached_property
     def slot(self) -> Slot:
         """Where this group's gathers land."""
-        if self._slot is None:
-            raise EtpStateError(f"{self.name} has no gather buffer yet; attach a cache first")
-        return self._slot
+        raise EtpStateError(f"{self.name} has no gather buffer yet; attach a cache first")
 
     @cached_property
     def nbytes(self) -> int:
@@ -269,21 +268,20 @@ class WeightGroup:
         Returns:
             the slot.
         """
-        slot = self._slot
-        if slot is not None and self._cache is cache and self._local is not None and self._spec_of is self._local:
-            return slot
+        if self._cache is cache and self._local is not None and self._spec_of is self._local:
+            return self.slot
         if self._spec_of is not self.local_shards():
             former = self.__dict__.pop("spec", None)
             self.__dict__.pop("nbytes", None)
             if former is not None and former != self.spec:
                 self.detach()
                 self.route = None
-        if self._cache is not cache or self._slot is None:
+        if self._cache is not cache:
             self.abandon_gather()
             if cache not in self._slots:
                 self._slots[cache] = cache.reserve(self.spec)
-            self._cache, self._slot = cache, self._slots[cache]
-        return self._slot
+            self._cache, self.slot = cache, self._slots[cache]
+        return self.slot
 
     def detach(self) -> None:
         """Give all slots back."""
@@ -291,13 +289,17 @@ class WeightGroup:
         for cache, slot in self._slots.items():
             cache.unreserve(slot)
         self._slots.clear()
-        self._cache = self._slot = None
+        self._forget_slot()
+
+    def _forget_slot(self) -> None:
+        self._cache = None
+        self.__dict__.pop("slot", None)
 
     def change_mode(self) -> None:
         """Forget what is in flight or held: a CUDA graph capture begins, with the device idle, or has ended."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()
-        self._cache = self._slot = None
+        self._forget_slot()
         self.pending = self.reducing = False
 
     def holds(self, epoch: int, *, gathered_in: int | None, columns: bool = False) -> bool:
@@ -311,12 +313,12 @@ class WeightGroup:
         """
         if gathered_in is not None and not (self.pending and self.issued_in_pass == gathered_in):
             return False
-        slot = self._slot
+        slot = self.__dict__.get("slot")
         return (
             slot is not None
             and slot.generation == self._generation
             and slot.owner is self
-            and self._gathered_columns is columns
+            and self.gathered_columns is columns
             and self._gathered_version == (epoch, *self.version)
         )
 
@@ -342,7 +344,7 @@ class WeightGroup:
         try:
             self._generation = slot.claim(self)
             self._gathered_version = (epoch, *self.version)
-            self._gathered_columns = columns
+            self.gathered_columns = columns
             self.issued_in_pass = pass_number
             gather: Callable[[], InFlight]
             if self.format is not None and self.format.apart:
@@ -360,7 +362,7 @@ class WeightGroup:
 
     def read_until_here(self, lane: Lane) -> None:
         """Record that the consumer of the weights has enqueued all its work on them."""
-        slot = self._slot
+        slot = self.__dict__.get("slot")
         if slot is not None and slot.generation == self._generation:
             for stream, event in slot.reads.items():
                 if event is None:
@@ -393,9 +395,13 @@ class WeightGroup:
         slot.reads[reader] = None
         if self.format is None:
             return slot.weights(self.layout.rows, self._trained)
-        quantization, index = self._copies()
-        dtype = self.local_shards().dtype
-        return quantization.assemble(index, slot.buffers, dtype, self._trained, transposed=transposed)
+        quantization, index = self._quantized or self._copies()
+        return quantization.assemble(index, slot.buffers, self._trained, transposed=transposed)
+
+    def release_derived(self) -> None:
+        """Free what a format has derived from the gathered weights: the GEMMs that read them have been enqueued."""
+        if self._quantized is not None:
+            self._quantized[0].release()
 
     def trained(self) -> tuple[bool, ...]:
         """For each weight, whether it is trained."""

@@ -124,7 +124,7 @@ class Modes:
 
     def _current_capture(self, device: torch.device) -> int | None:
         """Number of the capture that the calling stream takes part in; None outside of one."""
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
             return None
         if self._driver is None:
             self._driver = CudaDriver()

@@ -137,7 +137,7 @@ class ETPShardedParam(Shard):
             TypeError: under hooks on saved tensors, which would pass TE's backward a plain tensor instead of the shard.
             ValueError: under a quantization recipe that sharded weights do not support, with the way out.
         """
-        self._format = active_format(self.fqn)
+        self._format = active_format(self.fqn, self._format)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise TypeError(
                 f"{self.fqn} is used by a Transformer Engine module under hooks on saved tensors, which replace the "
@@ -153,7 +153,12 @@ class ETPShardedParam(Shard):
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None] | torch.Tensor | None:
-        """Reduce the full gradients into the shards. Usually returns None for autograd; see :meth:`reduce_wgrads`."""
+        """Reduce the full gradients into the shards. Usually returns None for autograd; see :meth:`reduce_wgrads`.
+
+        Transformer Engine calls it last, when its GEMMs have been enqueued.
+        """
+        if self._format is not None:
+            self.weight_group.release_derived()
         if isinstance(wgrads, torch.Tensor):
             return self.driver.reductions.take(self.weight_group, [wgrads])[0]
         return self.driver.reductions.take(self.weight_group, wgrads)

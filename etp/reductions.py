@@ -30,7 +30,6 @@ from etp.group import WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes
 from etp.routes import Routes
-from etp.shard import Shard
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
@@ -239,19 +238,14 @@ class Reductions:
         if not all(is_trained):
             trained = list(itertools.compress(group.shards, is_trained))
             wgrads = Stack(list(itertools.compress(padded, is_trained)))
-        into = returned or self._destinations_of(group, trained)
+        into = returned or Destinations.of(trained, self._destinations.get(group))
+        if into.lasting:
+            # Only for main_grad, which lasts: zero_grad() could not free a ``grad`` that is referenced here.
+            self._destinations[group] = into
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
-        ready = route.reduce.start(
-            partial(
-                route.transport.reduce_scatter,
-                wgrads,
-                into.sinks,
-                divisor,
-                group.reduce_label,
-                accumulate=into.accumulate,
-            ),
-            label=group.reduce_label,
-        )
+        label = group.reduce_label
+        reduce = partial(route.transport.reduce_scatter, wgrads, into.sinks, divisor, label, accumulate=into.accumulate)
+        ready = route.reduce.start(reduce, label=label)
         # Only now: if the start fails, e.g. for lack of memory, the next step can start it again.
         group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
         publish = None if returned else partial(self.hooks.complete, group, trained, into, chosen)
@@ -262,13 +256,6 @@ class Reductions:
         self._largest = max(self._largest, started.nbytes)
         while len(self._pending) > 1 and self._in_flight > 2 * self._largest:
             self._finish_oldest()
-
-    def _destinations_of(self, group: WeightGroup, trained: Sequence[Shard]) -> Destinations:
-        into = Destinations.of(trained, self._destinations.get(group))
-        if into.lasting:
-            # Only for main_grad, which lasts: zero_grad() could not free a ``grad`` that is referenced here.
-            self._destinations[group] = into
-        return into
 
     def _recycle(self, kind: BlockKind) -> None:
         """Finish older reductions to reuse a block of this kind, rather than allocate another; never the newest."""
@@ -361,7 +348,8 @@ class Reductions:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        pending = self._popped()
+        pending = self._pending.popleft()
+        self._in_flight -= pending.nbytes
         self._finished[pending.group.route or self._routes.of(pending.group)] = pending.ready
         if profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(f"publication of {pending.group.name}'s gradient")):
@@ -369,16 +357,13 @@ class Reductions:
         else:
             pending.finish()
 
-    def _popped(self) -> PendingReduction:
-        pending = self._pending.popleft()
-        self._in_flight -= pending.nbytes
-        return pending
-
     def discard(self) -> None:
         """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
         logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self))
         while self._pending:
-            self._popped().discard()
+            pending = self._pending.popleft()
+            self._in_flight -= pending.nbytes
+            pending.discard()
         self._modes.now.pool.write_off()
         self._leased.clear()
         self._local_sums.clear()

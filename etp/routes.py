@@ -18,7 +18,7 @@ from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.mode import Mode
 from etp.optimizer_steps import after_optimizer_steps
-from etp.streams import Lane, enqueue
+from etp.streams import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Routes:
         """If peers read shards in place, let the caller's stream wait for them, because it may change the shards."""
         for route in self._routes.values():
             if route.transport.reads_in_place:
-                route.gather.start(enqueue(route.transport.finish_reading), label="wait for peers' gathers").wait()
+                route.gather.start(route.transport.finish_reading, label="wait for peers' gathers").wait()
 
 
 def _transport_options(config: EtpConfig) -> tuple[object, ...]:

@@ -68,8 +68,9 @@ class Stack(Sequence[torch.Tensor]):
         """The tensors in order; see [Note: runs]."""
         self.notes: WeakKeyDictionary[object, dict[Any, Any]] | None = None
         """See :meth:`notes_of`; None: nothing yet."""
-        self.plans: dict[int, object] = {}
-        """A transport's plans for gathers into these tensors, by the ``id`` of the shards."""
+        self.plans: dict[Any, object] = {}
+        """A transport's plans: for gathers into these tensors, by the ``id`` of the shards; for their reductions, by
+        name and place."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self:
@@ -98,12 +99,13 @@ class Stack(Sequence[torch.Tensor]):
         return len(self.runs) == 1 and self.runs[0].stride == self.nbytes
 
     def block(self) -> torch.Tensor:
-        """``[count, *shape]``, contiguous: the tensors' own memory if they are one block, else a copy."""
+        """``[count, *shape]``: the tensors' own memory if they are one run of ascending addresses, else a copy."""
+        first = self.tensors[0]
         if len(self.tensors) == 1:
-            return self.tensors[0].unsqueeze(0)
-        if self.is_one_block:
-            first = self.tensors[0]
-            return first.as_strided((len(self.tensors), *self.shape), (self.numel, *first.stride()))
+            return first.unsqueeze(0)
+        distance, rest = divmod(self.runs[0].stride, first.itemsize)
+        if len(self.runs) == 1 and distance > 0 and not rest:
+            return first.as_strided((len(self.tensors), *self.shape), (distance, *first.stride()))
         return torch.stack(self.tensors)
 
     def joint_runs(self, other: Stack) -> Iterator[tuple[int, int]]:

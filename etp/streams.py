@@ -9,9 +9,9 @@ the backend's threads and waiting blocks the host. :class:`Lane` hides the diffe
 not wait for events recorded before the capture. A lane therefore forks from the caller's stream at its first start in
 each mode, and events are dropped when the mode changes (:meth:`Lane.change_mode`).
 
-[Note: streams in C] ``torch.cuda.current_stream`` and ``torch.cuda.stream`` spend most of their time on finding out
-which device is meant. They are called several times at each visit, so CUDA streams are read and set through the C
-functions below them, as PyTorch's compiler does.
+[Note: streams in C] The Python parts of ``torch.cuda`` take longer than the calls of CUDA below them, and a visit or a
+reduction makes a dozen. So CUDA streams are read and set through C functions, as PyTorch's compiler does, events are
+:data:`Event`, and there is one object for each stream (:func:`current_stream`), which is compared by identity.
 
 [Note: profiler ranges] Under a profiler, work that starts on a lane is in a range named after its label. Whether a
 profiler is active is read from an attribute, because a function call at each visit would take too long.
@@ -19,8 +19,8 @@ profiler is active is read from an attribute, because a function call at each vi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from torch.autograd import profiler
 
 RANGE = "etp: {}"
 """Names of the engine's ranges in a profile."""
+
+Event: Any = torch._C._CudaEventBase
+"""CUDA's events, without the Python methods of ``torch.cuda.Event``; see [Note: streams in C]."""
 
 
 class InFlight:
@@ -67,39 +70,22 @@ class Together(InFlight):
         self._works[-1].expect(end)
 
 
-def current_stream(device: torch.device, device_module: Any = torch.cuda) -> Any:
-    """The calling stream of ``device``, which has an index."""
-    if device_module is not torch.cuda:
-        return device_module.current_stream(device)
+class _Stream(torch.cuda.Stream):
+    """A CUDA stream of which there is one object, so that comparing and hashing it takes no Python call."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@functools.cache
+def _stream(number: int, index: int, kind: int) -> _Stream:
+    return _Stream(stream_id=number, device_index=index, device_type=kind)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The calling stream of a CUDA device, which has an index; the same object at every call."""
     # See [Note: streams in C].
-    number, index, kind = torch._C._cuda_getCurrentStream(device.index)
-    return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
-
-
-@contextmanager
-def _running_on(stream: Any, device: torch.device, device_module: Any) -> Iterator[None]:
-    """Make ``stream`` the calling stream of ``device``."""
-    if device_module is not torch.cuda or torch._C._cuda_getDevice() != device.index:
-        with device_module.stream(stream):
-            yield
-        return
-    # See [Note: streams in C].
-    number, index, kind = torch._C._cuda_getCurrentStream(device.index)
-    torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
-    try:
-        yield
-    finally:
-        torch._C._cuda_setStream(number, index, kind)
-
-
-def enqueue(work: Callable[[], None]) -> Callable[[], InFlight]:
-    """Work that only enqueues, in the form that :meth:`Lane.start` takes."""
-
-    def start() -> InFlight:
-        work()
-        return InFlight()
-
-    return start
+    return _stream(*torch._C._cuda_getCurrentStream(device.index))
 
 
 def let_follow(stream: Any, other: Any) -> None:
@@ -111,17 +97,10 @@ def let_follow(stream: Any, other: Any) -> None:
 class Ready:
     """A handle to started work, which is done once :meth:`wait` returns (with streams: in stream order)."""
 
-    def __init__(
-        self,
-        in_flight: InFlight | None,
-        events: Sequence[Any],
-        device_module: Any,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, in_flight: InFlight | None, events: Sequence[Any], lane: Lane) -> None:
         self._in_flight = in_flight
         self._events = events
-        self._device_module = device_module
-        self._device = device
+        self._lane = lane
         self._waited: list[Any] = []
 
     def wait(self, stream: Any = None) -> None:
@@ -130,11 +109,11 @@ class Ready:
         Repeated calls for the same stream cost nothing.
         """
         if self._events:
-            stream = stream or current_stream(self._device, self._device_module)
+            stream = stream or self._lane.current_stream()
             if stream in self._waited:
                 return
             for event in self._events:
-                stream.wait_event(event)
+                event.wait(stream)
             self._waited.append(stream)
             return
         in_flight, self._in_flight = self._in_flight, None
@@ -145,9 +124,8 @@ class Ready:
         """The current stream of the work's device, with an event after all its work so far; {} without streams."""
         if not self._events:
             return {}
-        stream, event = current_stream(self._device, self._device_module), self._device_module.Event()
-        event.record(stream)
-        return {stream: event}
+        stream = self._lane.current_stream()
+        return {stream: self._lane.mark(stream)}
 
 
 class Lane:
@@ -156,24 +134,27 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._device_module: Any = None
+        self._new_event: Any = None
         self._stream: Any = None
         if device.type != "cpu":
             self._device_module = torch.get_device_module(device)
+            self._new_event = Event if self._device_module is torch.cuda else self._device_module.Event
             # High priority: a copy or collective that is ready should not queue behind a wave of GEMM blocks.
             self._stream = self._device_module.Stream(device=device, priority=-1)
         self._forked = False
-        self.tail: Any = None
-        """An event after the work started last in this mode; None before any, and without streams."""
+        """Whether any work was started in this mode."""
 
     def change_mode(self) -> None:
         """Drop events recorded so far: a capture begins, with the device idle, or has ended."""
-        self._forked, self.tail = False, None
+        self._forked = False
 
-    def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None, label: str = "") -> Ready:
+    def start(
+        self, work: Callable[[], InFlight | None], *, waits: Sequence[Any] | None = None, label: str = ""
+    ) -> Ready:
         """Start ``work`` on the lane.
 
         Args:
-            work: starts the collective and returns a handle to it.
+            work: starts the collective and returns a handle to it, or None if it is only enqueued.
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all work enqueued on the current stream so far.
             label: names the work in profiles; see [Note: profiler ranges].
@@ -184,40 +165,53 @@ class Lane:
         if label and profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(label)):
                 return self.start(work, waits=waits)
-        if self._stream is None:
-            return Ready(work(), (), None, self.device)
+        stream = self._stream
+        if stream is None:
+            return Ready(work(), (), self)
         if waits is None or not self._forked:
-            self._stream.wait_stream(current_stream(self.device, self._device_module))
+            self.mark().wait(stream)
             self._forked = True
         for event in waits or ():
-            self._stream.wait_event(event)
-        with _running_on(self._stream, self.device, self._device_module):
-            started = work()
-            started.join()
-            event = self._device_module.Event()
-            event.record(self._stream)
-            started.expect(event)
-        self.tail = event
-        return Ready(None, (event, *started.beside), self._device_module, self.device)
+            event.wait(stream)
+        if self._device_module is not torch.cuda or torch._C._cuda_getDevice() != self.device.index:
+            with self._device_module.stream(stream):
+                return self._started(work)
+        # See [Note: streams in C].
+        number, index, kind = torch._C._cuda_getCurrentStream(self.device.index)
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        try:
+            return self._started(work)
+        finally:
+            torch._C._cuda_setStream(number, index, kind)
+
+    def _started(self, work: Callable[[], InFlight | None]) -> Ready:
+        """Start ``work`` on the lane's stream, which is the calling one."""
+        started = work() or InFlight()
+        started.join()
+        event = self.mark(self._stream)
+        started.expect(event)
+        return Ready(None, (event, *started.beside), self)
 
     def follow(self, other: Lane) -> None:
         """Order work started from now on after all work started on ``other`` in this mode."""
-        if other.tail is not None:
-            self._stream.wait_event(other.tail)
+        if other._forked:
+            other.mark(other._stream).wait(self._stream)
 
     def join(self) -> None:
         """Order the caller's stream after all work started in this mode; no-op without streams."""
-        if self.tail is not None:
-            current_stream(self.device, self._device_module).wait_event(self.tail)
+        if self._forked:
+            self.mark(self._stream).wait(self.current_stream())
 
     def mark(self, stream: Any = None) -> Any:
         """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams."""
         if self._stream is None:
             return None
-        event = self._device_module.Event()
-        event.record(current_stream(self.device, self._device_module) if stream is None else stream)
+        event = self._new_event()
+        event.record(stream or self.current_stream())
         return event
 
     def current_stream(self) -> Any:
         """The caller's stream on this lane's device, or None where there are no streams."""
-        return None if self._stream is None else current_stream(self.device, self._device_module)
+        if self._device_module is torch.cuda:
+            return _stream(*torch._C._cuda_getCurrentStream(self.device.index))
+        return None if self._stream is None else self._device_module.current_stream(self.device)

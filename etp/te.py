@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any
@@ -109,8 +110,18 @@ def grouped_tensors_are_default() -> bool:
     return os.environ.get(GROUPED_TENSOR_VARIABLE, "0") not in ("", "0")
 
 
-def active_format(name: str) -> WeightFormat | None:
+@functools.cache
+def _one[F](kind: type[F], *arguments: Any) -> F:
+    """The same object each time, which the engine recognizes without comparing."""
+    return kind(*arguments)
+
+
+def active_format(name: str, former: WeightFormat | None = None) -> WeightFormat | None:
     """The format in which Transformer Engine quantizes the weight ``name`` now; None if it does not.
+
+    Args:
+        name: names the weight in messages.
+        former: the weight's last format; whether this GPU has it is not asked again.
 
     Raises:
         ValueError: if sharded weights do not support the recipe, with the way out.
@@ -127,14 +138,20 @@ def active_format(name: str) -> WeightFormat | None:
             f"{OVERRIDE_VARIABLE} out of the environment"
         )
     if recipe.float8_block_scaling() and recipe.w_block_scaling_dim == _SQUARE:
-        return Float8Block(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
+        weight = recipe.fp8_quant_fwd_weight
+        block: WeightFormat = _one(Float8Block, weight.power_2_scale, weight.amax_epsilon)
+        return block
     if recipe.float8_current_scaling():
-        return Float8PerTensor(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
+        weight = recipe.fp8_quant_fwd_weight
+        per_tensor: WeightFormat = _one(Float8PerTensor, weight.power_2_scale, weight.amax_epsilon)
+        return per_tensor
     # Under backward_override="dequantized", the backward pass reads what the forward pass has: rows.
     if recipe.mxfp8() and not recipe.enable_2d_quantization and recipe.backward_override is None:
-        return _on_this_gpu(MXFP8(), name, kind)
+        found: ApartFormat = _one(MXFP8)
+        return found if found is former else _on_this_gpu(found, name, kind)
     if recipe.nvfp4() and recipe.nvfp4_4over6 in ("none", "activations") and recipe.backward_override is None:
-        return _on_this_gpu(NVFP4(recipe.fp4_quant_fwd_weight.fp4_2d_quantization), name, kind)
+        found = _one(NVFP4, recipe.fp4_quant_fwd_weight.fp4_2d_quantization)
+        return found if found is former else _on_this_gpu(found, name, kind)
     why = _UNSUPPORTED.get(kind, "sharded weights do not know it")
     raise ValueError(
         f"{name} is used with a {kind} recipe: {why}. Use Float8BlockScaling with w_block_scaling_dim=2, "

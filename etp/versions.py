@@ -27,7 +27,6 @@ from etp.group import WeightGroup
 from etp.mode import Mode
 from etp.optimizer_steps import after_optimizer_steps
 from etp.stack import Stack
-from etp.streams import enqueue
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class WeightVersions:
         if route.transport.publishes:
             # See [Note: flags] in etp/collectives/copy_engine.py.
             route.gather.follow(route.reduce)
-        route.gather.start(enqueue(publish), label=label)
+        route.gather.start(publish, label=label)
 
     def _quantization(self, format_: WeightFormat, groups: Sequence[WeightGroup], route: Route) -> Quantization:
         """The buffers for quantized copies of ``groups``, of one process group, which will gather them. Collective."""

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -53,6 +54,8 @@ def forward_step(
     if data_iterator is None:
         raise RuntimeError("this pipeline stage needs data and has none; is the data set too small?")
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+    # With context parallelism, this rank computes on its pieces of each sequence.
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
     losses = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return losses, partial(loss_function, batch["loss_mask"])
 

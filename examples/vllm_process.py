@@ -15,10 +15,11 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 _PORTS = range(10000, 32768)
+_TRIES = 3
+_POLL_S = 0.5
 _AN_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception)\b: ")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
@@ -50,17 +51,106 @@ def _free_port() -> int:
     raise ServerError(f"no free port among 100 of {_PORTS.start} to {_PORTS.stop - 1}")
 
 
-@dataclass(frozen=True)
 class RunningServer:
-    """A running server.
+    """A server whose process has been started; :meth:`is_up` says whether it answers yet.
 
     Attributes:
         url: its base URL.
         process: its first process, the leader of its own session.
     """
 
-    url: str
-    process: subprocess.Popen[bytes]
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str) -> None:
+        self.url = url
+        self._command, self._environment, self._log = command, environment, log
+        self._tries_left = _TRIES
+        self._answered = False
+        self._deadline = time.monotonic() + START_TIMEOUT_S
+        self._start()
+
+    def _start(self) -> None:
+        self._tries_left -= 1
+        with self._log.open("w", encoding="utf-8") as file:
+            self.process = subprocess.Popen(  # noqa: S603
+                self._command, env=self._environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def is_up(self) -> bool:
+        """Whether it has answered. One that ended because another process had bound its port is started again.
+
+        Raises:
+            ServerError: as :func:`running_server` does.
+        """
+        if self._answered:
+            return True
+        running = self.process.poll() is None
+        self._answered = running and _is_up(self.url)
+        late = time.monotonic() > self._deadline
+        if self._answered or (running and not late):
+            return self._answered
+        self.end()
+        said = self._log.read_text()
+        # Its processes look for free ports and bind them later: on a busy machine, another process may bind them first.
+        if late or not self._tries_left or "address already in use" not in said.lower():
+            why = f"it did not answer within {START_TIMEOUT_S:g} s" if late else _first_error(said)
+            raise ServerError(f"the end of {self._log}:\n{said[-4000:]}\nvLLM did not start: {why}")
+        self._start()
+        return False
+
+    def wait(self) -> None:
+        """Wait until it answers; raises ServerError as :func:`running_server` does."""
+        while not self.is_up():
+            time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """Let the process exit by itself, then kill what is left of its session."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(KILL_TIMEOUT_S)
+
+
+@contextmanager
+def starting_server(
+    model: Path,
+    name: str,
+    backend: str,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    log: Path,
+    python: str = sys.executable,
+    *,
+    port: int = 0,
+) -> Iterator[RunningServer]:
+    """Start a server whose weights are random until weights are pushed, without waiting; it ends with the context.
+
+    Args:
+        model: folder with a configuration and a tokenizer.
+        name: the model's name in requests.
+        backend: vLLM's name of the weight transfer backend.
+        arguments: additional command-line arguments.
+        variables: environment variables, on top of this process's and of :data:`OF_A_SERVER`.
+        log: file for its output.
+        python: the interpreter of vLLM's environment.
+        port: port to listen on; 0 for any free port.
+
+    Raises:
+        ServerError: if no port is free.
+    """
+    port = port or _free_port()
+    command = [
+        *(python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(model), "--served-model-name", name, "--load-format", "dummy"),
+        *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
+        *("--middleware", "megatron_patches.refit.vllm.guard.RefitGuard"),
+    ]
+    server = RunningServer(command, {**os.environ, **OF_A_SERVER, **variables}, log, f"http://127.0.0.1:{port}")
+    try:
+        yield server
+    finally:
+        server.end()
 
 
 @contextmanager
@@ -75,78 +165,20 @@ def running_server(
     *,
     port: int = 0,
 ) -> Iterator[RunningServer]:
-    """Start a server whose weights are random until weights are pushed; it ends with the context.
-
-    Args:
-        model: folder with a configuration and a tokenizer.
-        name: the model's name in requests.
-        backend: vLLM's name of the weight transfer backend.
-        arguments: additional command-line arguments.
-        variables: environment variables, on top of this process's and of :data:`OF_A_SERVER`.
-        log: file for its output.
-        python: the interpreter of vLLM's environment.
-        port: port to listen on; 0 for any free port.
+    """Start a server as :func:`starting_server` does, and wait until it answers.
 
     Raises:
         ServerError: with the end of its log and the first error in it, if it does not start.
     """
-    port = port or _free_port()
-    command = [
-        *(python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
-        *("--model", str(model), "--served-model-name", name, "--load-format", "dummy"),
-        *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
-        *("--middleware", "megatron_patches.refit.vllm.guard.RefitGuard"),
-    ]
-    url = f"http://127.0.0.1:{port}"
-    process = _started(command, {**os.environ, **OF_A_SERVER, **variables}, log, url)
-    try:
-        yield RunningServer(url, process)
-    finally:
-        _end(process)
-
-
-def _started(command: Sequence[str], environment: Mapping[str, str], log: Path, url: str) -> subprocess.Popen[bytes]:
-    """Start a server and wait until it answers; raises ServerError as :func:`running_server` does."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    tries_left = 3
-    while True:
-        tries_left -= 1
-        with log.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(  # noqa: S603
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                if _is_up(url):
-                    return process
-                time.sleep(0.5)
-        except BaseException:
-            _end(process)
-            raise
-        late = process.poll() is None
-        _end(process)
-        said = log.read_text()
-        # Its processes look for free ports and bind them later: on a busy machine, another process may bind them first.
-        if late or not tries_left or "address already in use" not in said.lower():
-            why = f"it did not answer within {START_TIMEOUT_S:g} s" if late else _first_error(said)
-            raise ServerError(f"the end of {log}:\n{said[-4000:]}\nvLLM did not start: {why}")
+    with starting_server(model, name, backend, arguments, variables, log, python, port=port) as server:
+        server.wait()
+        yield server
 
 
 def _first_error(said: str) -> str:
     """The first exception in a server's output; later ones come from other processes that end as a consequence."""
     errors = (line for line in said.splitlines() if _AN_ERROR.search(line))
     return next(errors, "it has ended").strip()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let the process exit by itself, then kill what is left of its session."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(KILL_TIMEOUT_S)
 
 
 def _is_up(url: str) -> bool:

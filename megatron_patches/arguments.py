@@ -145,8 +145,8 @@ def _add_diagnosis(group: argparse._ArgumentGroup) -> None:
 def apply_to_megatron(args: argparse.Namespace) -> None:
     """Set ``args.etp_size``, ``args.expert_etp_size``, and the Megatron settings that follow from them.
 
-    These are the shard counts, the only distributed-optimizer checkpoint layout that supports shards, and the batch
-    size if the user gave none.
+    These are the shard counts, the only distributed-optimizer checkpoint layout that supports shards, the batch size if
+    the user gave none, and no overlap of reductions over a single replica.
 
     A user may pass either the flags of this package or Megatron's ``--[expert-]tensor-parallel-num-weight-shards``.
 
@@ -179,6 +179,9 @@ def apply_to_megatron(args: argparse.Namespace) -> None:
     if args.global_batch_size is None and args.micro_batch_size is not None:
         # Megatron's default is one microbatch per replica; with shards, each rank of a shard group also reads its own.
         args.global_batch_size = args.micro_batch_size * (args.world_size // dense_size(args))
+    if _has_one_replica(args) and not args.overlap_param_gather_with_optimizer_step:
+        # There is nothing to reduce or gather, but Megatron would start a collective for each bucket.
+        args.overlap_grad_reduce = args.overlap_param_gather = False
 
 
 def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
@@ -242,6 +245,13 @@ def _refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
         if refusal.applies(args):
             flag = "--etp-size" if args.etp_size > 1 else "--expert-etp-size"
             raise UnsupportedConfigurationError(f"{flag} does not work with {refusal.culprit}; {refusal.way_out}")
+
+
+def _has_one_replica(args: argparse.Namespace) -> bool:
+    """Whether no two ranks, of different data or parts of a sequence, hold the same shard of a dense weight or expert."""
+    dense = dense_size(args) // args.context_parallel_size * args.etp_size
+    experts = dense if args.num_experts is None else expert_size(args) * args.expert_etp_size
+    return bool(args.world_size == dense == experts)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

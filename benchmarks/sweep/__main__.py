@@ -13,6 +13,7 @@ well tells how fast the GPU's arithmetic is. docs/sweep.md has the formulas.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     _check(parser, options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # when terminated, still end the ranks of a run
     console = Console(highlight=False)
     try:
         question = _question(options)

@@ -66,7 +66,7 @@ def comparison(candidates: Sequence[Candidate], model: Model, training: Training
     """What was run, predicted and measured, the fastest first."""
     table = Table(title="predicted / measured")
     table.add_column("layout", no_wrap=True)
-    for column in ("GiB", "ms", "error", "tokens/s/GPU"):
+    for column in ("GiB", "error", "ms", "error", "tokens/s/GPU"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in sorted(candidates, key=_speed_order):
         outcome = one.outcome
@@ -74,12 +74,14 @@ def comparison(candidates: Sequence[Candidate], model: Model, training: Training
             continue
         predicted = one.seconds.total()
         gib = f"{_gib(one.gib)} / {'-' if outcome.gib is None else _gib(outcome.gib)}"
+        gib_error = "" if outcome.gib is None else f"{one.gib / outcome.gib - 1:+.1%}"
         if outcome.seconds is None:
-            table.add_row(str(one.layout), gib, f"{_ms(predicted)} / {outcome.status}", "", "")
+            table.add_row(str(one.layout), gib, gib_error, f"{_ms(predicted)} / {outcome.status}", "", "")
             continue
         table.add_row(
             str(one.layout),
             gib,
+            gib_error,
             f"{_ms(predicted)} / {_ms(outcome.seconds)}",
             f"{predicted / outcome.seconds - 1:+.0%}",
             f"{tokens_per_second(model, one.layout, training, outcome.seconds):.0f}",

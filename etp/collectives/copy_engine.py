@@ -7,8 +7,9 @@ engines, with no handshake. Gathering shards that were not published raises Stal
 keeps them in symmetric memory, no copy is made; the owner must then wait for the readers itself
 (:meth:`CopyEngineTransport.finish_reading`) before changing them.
 
-The copies of a gather are planned once for each pair of shards and slot. One copy per peer is enough even for all
-experts of a layer, if these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
+The copies of a gather are planned once for each pair of shards and slot, those of a reduction and the launches of its
+sum once for each gradient's buffer, sink and place in the ring. One copy per peer is enough even for all experts of a
+layer, if these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
 
 [Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it waits for the GEMM's last
 wave, and so does all later work in its stream. A gather therefore copies this rank's own chunk on a separate stream,
@@ -52,14 +53,14 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives.base import Transport
-from etp.collectives.driver import CudaDriver
+from etp.collectives.driver import Copies, CudaDriver
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.symmetric import Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, gather_numbers
 from etp.errors import EtpStateError, StaleWeightError
 from etp.stack import PitchedCopy, Run, Stack, pitched_copies
-from etp.streams import InFlight, current_stream
+from etp.streams import Event, InFlight, current_stream
 
 _PLACES = 2
 # Copies are fastest between addresses that are multiples of this.
@@ -124,8 +125,25 @@ class _Gather:
     """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is."""
 
     published: _Published
-    from_peers: tuple[PitchedCopy, ...]
-    own: tuple[PitchedCopy, ...]
+    from_peers: Copies
+    own: Copies
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What one gradient's reduction enqueues for its way through one place of the ring.
+
+    Attributes:
+        conditions: what it is valid for, besides the gradient and the label. It keeps no memory alive.
+        sends: the copies to the peers.
+        purpose: identifies the reduction to the peers.
+        launches: sum it; see :func:`etp.collectives.sums.accumulate_parts`. Empty before the first time.
+    """
+
+    conditions: tuple[Any, ...]
+    sends: Copies
+    purpose: int
+    launches: Sequence[Callable[..., None]] = ()
 
 
 class _Channel(IntEnum):
@@ -141,29 +159,15 @@ class _Channel(IntEnum):
 _CHANNELS = _Channel.STAGE_FREE + _PLACES
 
 
-class _Reduction(InFlight):
-    """A reduction in flight, which waits for the peers' parts."""
+class _AmongPeers(InFlight):
+    """Work in flight that waits for peers: on the calling stream, or on the first event's if there are any."""
 
-    def __init__(self, transport: CopyEngineTransport, label: str) -> None:
-        self._transport = transport
-        self._label = label
+    def __init__(self, transport: CopyEngineTransport, label: str, *beside: Any) -> None:
+        self._transport, self._label, self.beside = transport, label, beside
 
     def expect(self, end: Any) -> None:
         """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(end, self._label)
-
-
-class _StagedGather(InFlight):
-    """A gather of staged shards in flight, beside the calling stream."""
-
-    def __init__(self, transport: CopyEngineTransport, label: str, from_peers: Any, own: Any) -> None:
-        super().__init__(from_peers, own)
-        self._transport, self._label = transport, label
-
-    def expect(self, end: Any) -> None:
-        """See :class:`etp.streams.InFlight`. The calling stream's ``end`` waits for no peer."""
-        del end
-        self._transport.expect(self.beside[0], self._label)
+        self._transport.expect(self.beside[0] if self.beside else end, self._label)
 
 
 class CopyEngineTransport(Transport):
@@ -189,14 +193,15 @@ class CopyEngineTransport(Transport):
         free = [channel + place for channel in (_Channel.PLACE_FREE, _Channel.STAGE_FREE) for place in range(_PLACES)]
         self._signals = Signals(self._group, _CHANNELS, device, self._driver, raised=free)
         self._local = torch.cuda.Stream(device, priority=-1)
-        self._local_end: torch.cuda.Event | None = None
+        self._local_begin, self._local_end = Event(), None
+        """Before the latest work on the stream for own chunks, and after it; None if all has been waited for."""
         self._watchdog = Watchdog(timeout_s, self._driver.allow_calls_during_capture)
         self._adopted: list[SymmetricBuffer] = []
         self._quantized: list[SymmetricBuffer] = []
         self._arena: SymmetricBuffer | None = None
         self._sizes: tuple[int, ...] = ()
         self._published: dict[Stack, _Published] = {}
-        self._updates: list[PitchedCopy] = []
+        self._updates = Copies([])
         """The copies that update the arena from the shards."""
         self._gathered = False
         self._capturing = self._captured = False
@@ -206,7 +211,7 @@ class CopyEngineTransport(Transport):
         """Where staged shards are copied from peers; None before the first ones."""
         self._staged: _Staged | None = None
         """What :meth:`stage` has returned and no gather has read yet."""
-        self._own_read: dict[int, torch.cuda.Event] = {}
+        self._own_read: dict[int, Any] = {}
         """For each place for staged shards, an event after this rank's own last copy from there."""
         self._line = WorkLine()
 
@@ -268,22 +273,17 @@ class CopyEngineTransport(Transport):
         self._exchange(_Channel.READERS_DONE)
         if write is not None:
             write()
-        self._copy(self._updates, self._stream())
+        self._driver.copy(self._updates, self._stream())
         self._exchange(_Channel.PUBLISHED)
         self.watch("the publication of weights")
-
-    def _copy(self, copies: Sequence[PitchedCopy], stream: int) -> None:
-        for copy in copies:
-            self._driver.copy_pitched(copy, stream)
 
     def _exchange(self, channel: _Channel) -> None:
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
         if self._local_end is not None:
             # This rank's own chunks are read on a separate stream.
-            current_stream(self._device).wait_event(self._local_end)
+            self._local_end.wait(current_stream(self._device))
         self._gathered, self._local_end = False, None
-        self._signals.send(channel, self._stream())
-        self._signals.receive(channel, self._stream())
+        self._signals.exchange(channel, self._stream())
 
     def _place(self, groups: Sequence[Stack]) -> None:
         """Assign these shards their published addresses, and plan the copies that update the arena."""
@@ -296,14 +296,15 @@ class CopyEngineTransport(Transport):
             self._arena = self._renew(self._arena, sum(sizes), "published weights")
             self._sizes = sizes
         self._drop_unused(groups)
-        self._published, self._updates, offset = {}, [], 0
+        self._published, updates, offset = {}, [], 0
         for shards, home, size in zip(groups, homes, sizes, strict=True):
             if home is not None:
                 self._published[shards] = home
             elif self._arena is not None:
                 self._published[shards] = published = _Published(self._arena.addresses, _alike(shards, offset))
-                self._updates += pitched_copies(published.on(self._rank), shards.runs, shards.nbytes)
+                updates += pitched_copies(published.on(self._rank), shards.runs, shards.nbytes)
                 offset += size
+        self._updates = Copies(updates)
 
     def _drop_unused(self, groups: Sequence[Stack]) -> None:
         """Free memory for quantized copies that holds none of ``groups``, unless a graph may refer to it."""
@@ -340,13 +341,14 @@ class CopyEngineTransport(Transport):
         copies = outputs.plans.get(id(shards))
         if not isinstance(copies, _Gather) or copies.published is not published:
             copies = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
-        calling = current_stream(self._device)
-        begin, end = torch.cuda.Event(), torch.cuda.Event()
-        begin.record(calling)
-        self._local.wait_event(begin)
-        self._copy(copies.from_peers, calling.cuda_stream)
-        self._copy(copies.own, self._local.cuda_stream)
-        end.record(self._local)
+        calling, local = current_stream(self._device), self._local
+        # Recorded again by the next gather, after this wait, which is for what was recorded now.
+        self._local_begin.record(calling)
+        self._local_begin.wait(local)
+        self._driver.copy(copies.from_peers, calling.cuda_stream)
+        self._driver.copy(copies.own, local.cuda_stream)
+        end = Event()
+        end.record(local)
         self._gathered, self._local_end = True, end
         return InFlight(end)
 
@@ -356,7 +358,7 @@ class CopyEngineTransport(Transport):
         buffer, place, number = self._place_for(self._stages, _aligned(chunk * len(outputs)))
         self._signals.receive(_Channel.STAGE_FREE + number, self._stream())
         if number in self._own_read:
-            current_stream(self._device).wait_event(self._own_read[number])
+            self._own_read[number].wait(current_stream(self._device))
         notes = outputs.notes_of(self)
         if number not in notes or notes[number].buffer is not buffer:
             numel = outputs.numel // self._size
@@ -373,42 +375,49 @@ class CopyEngineTransport(Transport):
         calling, copying = current_stream(self._device), self._copying
         purpose, handle = _purpose(label), copying.cuda_stream
         self._signals.send(_Channel.STAGED + staged.number, calling.cuda_stream, purpose)
-        begin, from_peers, own = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+        begin, from_peers, own = Event(), Event(), Event()
         begin.record(calling)
         # See [Note: own chunk].
-        self._local.wait_event(begin)
-        self._copy(staged.copies.own, self._local.cuda_stream)
+        begin.wait(self._local)
+        self._driver.copy(staged.copies.own, self._local.cuda_stream)
         own.record(self._local)
-        copying.wait_event(begin)
+        begin.wait(copying)
         self._signals.receive(_Channel.STAGED + staged.number, handle, purpose)
-        self._copy(staged.copies.from_peers, handle)
+        self._driver.copy(staged.copies.from_peers, handle)
         self._signals.send(_Channel.STAGE_FREE + staged.number, handle)
         from_peers.record(copying)
         self._own_read[staged.number] = own
-        return _StagedGather(self, label, from_peers, own)
+        return _AmongPeers(self, label, from_peers, own)
 
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
-        def copies(rank: int) -> tuple[PitchedCopy, ...]:
-            return tuple(pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk))
+        def copies(rank: int) -> list[PitchedCopy]:
+            return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk)
 
-        return _Gather(published, tuple(copy for peer in self._peers for copy in copies(peer)), copies(self._rank))
+        from_peers = [copy for peer in self._peers for copy in copies(peer)]
+        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)))
 
     # Reducing ------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. Sums in at least fp32 whatever the gradients' dtype."""
-        size = wgrads.nbytes // self._size * len(wgrads)
+        size = wgrads.nbytes // self._size * len(wgrads.tensors)
         ring, place, number = self._place_for(self._ring, _aligned((self._size - 1) * size))
-        stream, purpose = self._stream(), _purpose(label)
-        self._signals.receive(_Channel.PLACE_FREE + number, stream)
-        for peer in self._peers:
-            self._copy(self._sends(wgrads, peer, ring.addresses[peer] + place), stream)
-        self._signals.send(_Channel.ARRIVED + number, stream, purpose)
-        self._signals.receive(_Channel.ARRIVED + number, stream, purpose)
-        parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
-        accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
-        self._signals.send(_Channel.PLACE_FREE + number, stream)
-        return _Reduction(self, label)
+        conditions = ring.addresses, place, sinks.runs, sinks.dtype, divisor, accumulate
+        known = wgrads.plans.get((label, number))
+        if not isinstance(known, _Sum) or known.conditions != conditions:
+            sends = [copy for peer in self._peers for copy in self._sends(wgrads, peer, ring.addresses[peer] + place)]
+            known = wgrads.plans[label, number] = _Sum(conditions, Copies(sends), _purpose(label))
+        stream, signals = self._stream(), self._signals
+        signals.receive(_Channel.PLACE_FREE + number, stream)
+        self._driver.copy(known.sends, stream)
+        signals.exchange(_Channel.ARRIVED + number, stream, known.purpose)
+        for launch in known.launches:
+            launch(stream=stream)
+        if not known.launches:
+            parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
+            known.launches = accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
+        signals.send(_Channel.PLACE_FREE + number, stream)
+        return _AmongPeers(self, label)
 
     def _sends(self, wgrads: Stack, peer: int, place: int) -> list[PitchedCopy]:
         """The copies of ``peer``'s chunk of each gradient into this rank's row of the ``place`` in the peer's ring."""
@@ -429,10 +438,9 @@ class CopyEngineTransport(Transport):
         _, _, number = self._place_for(self._ring, 0)
         stream, purpose = self._stream(), _purpose("\n".join((label, *members)))
         self._signals.receive(_Channel.PLACE_FREE + number, stream)
-        self._signals.send(_Channel.ARRIVED + number, stream, purpose)
-        self._signals.receive(_Channel.ARRIVED + number, stream, purpose)
+        self._signals.exchange(_Channel.ARRIVED + number, stream, purpose)
         self._signals.send(_Channel.PLACE_FREE + number, stream)
-        return _Reduction(self, label)
+        return _AmongPeers(self, label)
 
     def _place_for(self, ring: _Ring, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
         """The next place of a ring: its memory (enlarged if needed), the place's offset in bytes, its number."""
@@ -461,8 +469,7 @@ class CopyEngineTransport(Transport):
             self.watch("the replay of a CUDA graph")
 
     def _stream(self) -> int:
-        stream: int = current_stream(self._device).cuda_stream
-        return stream
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
 
     def watch(self, label: str) -> None:
         """See :class:`etp.collectives.base.Transport`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Self
 
 from etp.errors import EtpCommunicationError
 from etp.stack import PitchedCopy
@@ -37,25 +36,19 @@ class _MemoryOperation(ctypes.Structure):
 
 
 class MemoryOperations:
-    """A batch of waits for and writes of 32-bit words in memory, made once and enqueued any number of times."""
+    """A batch of writes to and waits for 32-bit words in memory, made once and enqueued any number of times.
 
-    def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
+    Once all earlier work of the stream is visible, each word of ``raised``, own or a peer's, is set to ``value``. Then
+    the stream waits until each word of ``taken``, on this device, is ``value``, and sets all of these to 0.
+    """
+
+    def __init__(self, value: int, *, raised: Sequence[int] = (), taken: Sequence[int] = ()) -> None:
+        operations = [(_WRITE_VALUE_32, address, value, 0) for address in raised]
+        operations += [(_WAIT_VALUE_32, address, value, _WAIT_UNTIL_EQUAL) for address in taken]
+        operations += [(_WRITE_VALUE_32, address, 0, 0) for address in taken]
         self.count = len(operations)
-        self._batch = (_MemoryOperation * self.count)(
-            *(_MemoryOperation(kind, address, value, flags, 0, 0) for kind, address, value, flags in operations)
-        )
-        self.address = ctypes.addressof(self._batch)
-
-    @classmethod
-    def take_flags(cls, addresses: Sequence[int], value: int) -> Self:
-        """Wait until the word at each of this device's ``addresses`` is ``value``, then set all of them to 0."""
-        waits = [(_WAIT_VALUE_32, address, value, _WAIT_UNTIL_EQUAL) for address in addresses]
-        return cls([*waits, *((_WRITE_VALUE_32, address, 0, 0) for address in addresses)])
-
-    @classmethod
-    def raise_flags(cls, addresses: Sequence[int], value: int) -> Self:
-        """Write ``value`` to each address, own or peer's, once all earlier work of the stream is visible."""
-        return cls([(_WRITE_VALUE_32, address, value, 0) for address in addresses])
+        self.batch = (_MemoryOperation * self.count)(*(_MemoryOperation(*each, 0, 0) for each in operations))
+        self.address = ctypes.addressof(self.batch)
 
 
 class _PitchedCopy(ctypes.Structure):
@@ -81,6 +74,33 @@ class _PitchedCopy(ctypes.Structure):
     )
 
 
+class Copies:
+    """Copies between device memories, either of which may be a peer's: made once and enqueued any number of times.
+
+    Each takes one call, whatever its height.
+    """
+
+    def __init__(self, copies: Sequence[PitchedCopy]) -> None:
+        self.flat = [(copy.destination, copy.source, copy.width) for copy in copies if copy.height == 1]
+        """Destination, source and bytes of those that are not pitched."""
+        self._pitched = [
+            _PitchedCopy(
+                source_kind=_DEVICE_MEMORY,
+                source_device=copy.source,
+                source_pitch=copy.source_pitch,
+                destination_kind=_DEVICE_MEMORY,
+                destination_device=copy.destination,
+                destination_pitch=copy.destination_pitch,
+                width=copy.width,
+                height=copy.height,
+            )
+            for copy in copies
+            if copy.height > 1
+        ]
+        self.addresses = [ctypes.addressof(pitched) for pitched in self._pitched]
+        """Of the descriptions of the others."""
+
+
 class CudaDriver:
     """Calls into ``libcuda``. A CUDA context must be current, as it is once torch has used the device.
 
@@ -102,30 +122,16 @@ class CudaDriver:
         self._capture_info = self._library.cuStreamGetCaptureInfo_v2
         self._capture_info.argtypes = (ctypes.c_void_p,) * 6
 
-    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy of ``nbytes`` between two device addresses, either of which may be a peer's."""
-        status = self._copy(destination, source, nbytes, stream)
-        if status:
-            self._check("cuMemcpyAsync", status)
-
-    def copy_pitched(self, copy: PitchedCopy, stream: int) -> None:
-        """Enqueue a copy between device memories, either of which may be a peer's, in one call whatever its height."""
-        if copy.height == 1:
-            self.copy(copy.destination, copy.source, copy.width, stream)
-            return
-        arguments = _PitchedCopy(
-            source_kind=_DEVICE_MEMORY,
-            source_device=copy.source,
-            source_pitch=copy.source_pitch,
-            destination_kind=_DEVICE_MEMORY,
-            destination_device=copy.destination,
-            destination_pitch=copy.destination_pitch,
-            width=copy.width,
-            height=copy.height,
-        )
-        status = self._copy_2d(ctypes.addressof(arguments), stream)
-        if status:
-            self._check("cuMemcpy2DAsync", status)
+    def copy(self, copies: Copies, stream: int) -> None:
+        """Enqueue the copies on ``stream``."""
+        for destination, source, nbytes in copies.flat:
+            status = self._copy(destination, source, nbytes, stream)
+            if status:
+                self._check("cuMemcpyAsync", status)
+        for address in copies.addresses:
+            status = self._copy_2d(address, stream)
+            if status:
+                self._check("cuMemcpy2DAsync", status)
 
     def enqueue(self, operations: MemoryOperations, stream: int) -> None:
         """Enqueue the operations on ``stream``."""

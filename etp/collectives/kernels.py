@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -59,35 +62,32 @@ def _accumulate_parts(  # type: ignore[no-untyped-def]
 
 def accumulate_parts(
     parts: torch.Tensor, sinks: Stack, divisor: int, own: Stack | None, rank: int, *, accumulate: bool
-) -> None:
+) -> list[Callable[..., None]]:
     """:func:`etp.collectives.sums.accumulate_parts` for bf16, fp16 and fp32, on the current stream.
 
     One launch for all gradients whose sinks, and own parts, lie at a constant distance.
     """
     numel, row = sinks.numel, len(sinks) * sinks.numel
     if numel == 0:
-        return
+        return []
     world = parts.numel() // row + (own is not None)
     others = parts.view(-1)
     mine = sinks if own is None else own
+    again: list[Callable[..., None]] = []
     for first, count in sinks.joint_runs(mine):
-        _accumulate_parts[(triton.cdiv(numel, _BLOCK), count)](
-            others[first * numel :],
-            mine[first].view(-1)[rank * numel :] if own is not None else parts,
-            sinks[first],
-            numel,
-            row,
-            _stride(mine, first, count),
-            _stride(sinks, first, count),
-            float(divisor),
-            rank=rank,
-            world=world,
-            has_own=own is not None,
-            divide=divisor != 1,
-            accumulate=accumulate,
-            block=_BLOCK,
-            num_warps=_WARPS,
-        )
+        grid = (triton.cdiv(numel, _BLOCK), count, 1)
+        own_part = mine[first].view(-1)[rank * numel :] if own is not None else parts
+        tensors = others[first * numel :], own_part, sinks[first]
+        strides = _stride(mine, first, count), _stride(sinks, first, count)
+        constants = rank, world, own is not None, divisor != 1, accumulate, _BLOCK
+        numbers = numel, row, *strides, float(divisor), *constants
+        compiled = _accumulate_parts[grid](*tensors, *numbers, num_warps=_WARPS)
+        # Nothing is compiled under Triton's interpreter.
+        if compiled is not None:
+            # What it was compiled for, such as the alignment of addresses, stays true for the same arguments.
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            again.append(partial(compiled[grid], *addresses, *numbers))
+    return again
 
 
 def _stride(stack: Stack, first: int, count: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +19,7 @@ _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 def accumulate_parts(
     parts: torch.Tensor, sinks: Stack, divisor: int, *, accumulate: bool, own: Stack | None = None, rank: int = 0
-) -> None:
+) -> Sequence[Callable[..., None]]:
     """Sum the ranks' parts of each gradient in rank order, divide, and store or add to its sink.
 
     Args:
@@ -29,12 +30,15 @@ def accumulate_parts(
         accumulate: add to the sinks; otherwise overwrite them.
         own: the full gradients, of the dtype of ``parts``, of which this rank's part is the ``rank``-th chunk.
         rank: this rank's place in the sum.
+
+    Returns:
+        launches that do the same again, at the same addresses and without looking at the tensors; their argument
+        ``stream`` is a CUDA stream's handle. Empty without the kernel.
     """
     if _kernel_applies(parts, sinks):
         from etp.collectives import kernels
 
-        kernels.accumulate_parts(parts, sinks, divisor, own, rank, accumulate=accumulate)
-        return
+        return kernels.accumulate_parts(parts, sinks, divisor, own, rank, accumulate=accumulate)
     count = len(sinks.tensors)
     rows = list(parts.view(-1, count, sinks.numel))
     if own is not None:
@@ -49,6 +53,7 @@ def accumulate_parts(
         torch._foreach_add_(sinks.tensors, totals)
     else:
         torch._foreach_copy_(sinks.tensors, totals)
+    return ()
 
 
 def divide(total: torch.Tensor, divisor: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _WORD = 4
 
 _MOST_OPERATIONS = 1 << 14
-"""Number of batches cached per direction, some hundred bytes each: more than models have weights."""
+"""Number of batches cached, some hundred bytes each: more than models have weights."""
 
 RAISED = 1
 """Value of a raised flag that has only one purpose."""
@@ -116,12 +116,17 @@ class Signals:
         torch.cuda.synchronize(device)
         peers = [peer for peer in range(size) if peer != rank]
         addresses = self._buffer.addresses
-        self._theirs = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
-        self._own = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
+        theirs = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
+        own = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
+
         # Cached, because a training run repeats a few for every weight; bounded, because a process may create many
-        # models. The functions do not refer to this object, so that its memory is freed with it.
-        self._raise = lru_cache(_MOST_OPERATIONS)(partial(_raise_flags, self._theirs))
-        self._take = lru_cache(_MOST_OPERATIONS)(partial(_take_flags, self._own))
+        # models. The function does not refer to this object, so that its memory is freed with it.
+        @lru_cache(_MOST_OPERATIONS)
+        def operations(channel: int, purpose: int, sends: bool, receives: bool) -> MemoryOperations:
+            raised, taken = theirs[channel] if sends else (), own[channel] if receives else ()
+            return MemoryOperations(purpose, raised=raised, taken=taken)
+
+        self._operations = operations
 
     def send(self, channel: int, stream: int, purpose: int = RAISED) -> None:
         """Raise this rank's flag at all peers, after all work enqueued on ``stream`` so far.
@@ -131,16 +136,12 @@ class Signals:
             stream: a CUDA stream's handle.
             purpose: a 32-bit number other than 0.
         """
-        self._driver.enqueue(self._raise(channel, purpose), stream)
+        self._driver.enqueue(self._operations(channel, purpose, True, False), stream)
 
     def receive(self, channel: int, stream: int, purpose: int = RAISED) -> None:
         """Hold ``stream`` until every peer has raised its flag for the same ``purpose``, and lower them."""
-        self._driver.enqueue(self._take(channel, purpose), stream)
+        self._driver.enqueue(self._operations(channel, purpose, False, True), stream)
 
-
-def _raise_flags(addresses: Sequence[Sequence[int]], channel: int, purpose: int) -> MemoryOperations:
-    return MemoryOperations.raise_flags(addresses[channel], purpose)
-
-
-def _take_flags(addresses: Sequence[Sequence[int]], channel: int, purpose: int) -> MemoryOperations:
-    return MemoryOperations.take_flags(addresses[channel], purpose)
+    def exchange(self, channel: int, stream: int, purpose: int = RAISED) -> None:
+        """:meth:`send`, then :meth:`receive`, in one call."""
+        self._driver.enqueue(self._operations(channel, purpose, True, True), stream)

@@ -58,9 +58,13 @@ class WeightFormat(ABC):
         """Shape of the buffer of :attr:`dtype` that a gather of one weight fills."""
         return layout.padded_shape
 
+    def copied_parts(self, layout: ShardLayout) -> Sequence[tuple[int, ...]]:
+        """Shapes of the arrays of :attr:`dtype` that the quantized copy of one shard consists of."""
+        return (layout.shard_shape,)
+
     def copied(self, layout: ShardLayout) -> int:
         """Elements of :attr:`dtype` that the quantized copy of one shard takes."""
-        return math.prod(layout.shard_shape)
+        return sum(map(math.prod, self.copied_parts(layout)))
 
     def obstacle(self, layout: ShardLayout) -> str:
         """Why weights that are cut like this cannot be gathered in the format; empty if they can."""
@@ -112,16 +116,19 @@ class Quantization(ABC):
         """Complete the copies, given the numbers of all ranks, ``[ranks, n]`` in the order of the process group."""
 
     @abstractmethod
-    def assemble(
-        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
-    ) -> list[torch.Tensor]:
-        """The weights of group ``index`` as Transformer Engine's quantized tensors, of logical shape.
+    def assemble(self, index: int, gathered: Stack, trained: Sequence[bool], *, transposed: bool) -> list[torch.Tensor]:
+        """The weights of group ``index`` as Transformer Engine's quantized tensors, of logical shape and nominal dtype.
 
         Args:
             index: the group's place among those of the quantization.
             gathered: the bytes of each weight, of :meth:`WeightFormat.gathered_shape`.
-            dtype: the nominal dtype of the returned tensors.
             trained: ``requires_grad`` of each weight.
-            transposed: whether they are for the GEMM of the input's gradient, which reads columns. Columns that are
-                derived from rows are new memory; rows are views of ``gathered``.
+            transposed: whether they are for the GEMM of the input's gradient, which reads columns.
+
+        Returns:
+            around views of ``gathered`` where the GEMM reads what was gathered, otherwise around new memory: columns
+            that are derived from rows, for example.
         """
+
+    def release(self) -> None:  # noqa: B027 - most formats of tests have nothing to free
+        """Free the new memory of the tensors that :meth:`assemble` returned last: their GEMMs have been enqueued."""

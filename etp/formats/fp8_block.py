@@ -6,16 +6,17 @@ bytes per element. Columns, which the backward pass reads, are exact transposes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from etp.formats.base import Quantization, WeightFormat
-from etp.formats.fp8 import Float8Quantization, scale_of, to_e4m3
+from etp.formats.fp8 import data_of, scale_of, to_e4m3
+from etp.formats.quantized import QuantizedShards
 from etp.layout import ShardLayout
 from etp.stack import Stack
 
@@ -75,7 +76,7 @@ def quantize_blocks(
     return quantized[:rows, :columns].contiguous(), 1.0 / scale
 
 
-class _BlockQuantization(Float8Quantization):
+class _BlockQuantization(QuantizedShards[Float8Block]):
     """Quantized shards, and the inverse scales of whole weights, each ``[blocks down, blocks across]``."""
 
     def __init__(
@@ -85,8 +86,7 @@ class _BlockQuantization(Float8Quantization):
         layouts: Sequence[ShardLayout],
         memory: torch.Tensor | None,
     ) -> None:
-        super().__init__(shards, layouts, memory)
-        self._format = format_
+        super().__init__(format_, shards, layouts, memory)
         self._ranks = layouts[0].num_shards
         # Blocks of each shard, in the order of the weights.
         self._shapes = [
@@ -123,7 +123,7 @@ class _BlockQuantization(Float8Quantization):
 
     def measure(self) -> torch.Tensor:
         """Quantize the shards, and return the inverse scales of their blocks."""
-        options: dict[str, Any] = {"power_of_two": self._format.power_of_two, "epsilon": self._format.epsilon}
+        options: dict[str, Any] = {"power_of_two": self.format.power_of_two, "epsilon": self.format.epsilon}
         if self.device.type == "cuda":
             from etp.formats import kernels
 
@@ -145,61 +145,31 @@ class _BlockQuantization(Float8Quantization):
         torch.index_select(everyone.view(-1), 0, self._order, out=self._scales)
         torch.index_select(everyone.view(-1), 0, self._column_order, out=self._column_scales)
 
-    def assemble(
-        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
-    ) -> list[torch.Tensor]:
-        """See :class:`etp.formats.base.Quantization`."""
-        make = partial(self._tensor, self.layouts[index].shape, dtype, transposed)
-        weights = self.tensors(index, gathered, trained, transposed=transposed, make=make)
-        data = self.transposed(index, gathered) if transposed else self.rows(index, gathered)
-        first = self.firsts[index]
-        if transposed:
-            for weight, bytes_, scales in zip(weights, data, self._scales_of_columns[first:], strict=False):
-                weight._columnwise_data, weight._columnwise_scale_inv = bytes_, scales
-                weight._rowwise_data = weight._rowwise_scale_inv = None
-        else:
-            for weight, bytes_, scales in zip(weights, data, self._scales_of_rows[first:], strict=False):
-                weight._rowwise_data, weight._rowwise_scale_inv = bytes_, scales
-                weight._columnwise_data = weight._columnwise_scale_inv = None
-        return weights
-
-    def _tensor(
-        self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, number: int, requires_grad: bool
-    ) -> torch.Tensor:
-        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-
-        scales = (self._scales_of_columns if transposed else self._scales_of_rows)[number]
-        # Empty until a visit sets the data; says whether the tensor has rows or columns.
-        nothing = scales.new_empty(0, dtype=torch.uint8)
-        tensor: torch.Tensor = Float8BlockwiseQTensor(
-            shape=shape,
-            dtype=dtype,
-            device=self.device,
-            requires_grad=requires_grad,
-            rowwise_data=None if transposed else nothing,
-            rowwise_scale_inv=None if transposed else scales,
-            columnwise_data=nothing if transposed else None,
-            columnwise_scale_inv=scales if transposed else None,
-            fp8_dtype=self._quantizer.dtype,
-            quantizer=self._quantizer,
-            is_2D_scaled=True,
-        )
-        return tensor
+    def arrays(self, index: int, gathered: Stack, *, columns: bool) -> tuple[list[Sequence[torch.Tensor]], bool]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
+        data, is_new = data_of(gathered, self.layouts[index].rows, columns=columns)
+        scales = self._scales_of_columns if columns else self._scales_of_rows
+        return [data, scales[self.firsts[index] : self.firsts[index + 1]]], is_new
 
     @cached_property
-    def _quantizer(self) -> Any:
+    def kind(self) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
         from transformer_engine.pytorch.constants import DType
-        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
+            Float8BlockQuantizer,
+            Float8BlockwiseQTensor,
+        )
 
         # As Transformer Engine quantizes a weight for the forward pass: by rows.
-        return Float8BlockQuantizer(
+        quantizer = Float8BlockQuantizer(
             DType.kFloat8E4M3,
             rowwise=True,
             columnwise=False,
-            amax_epsilon=self._format.epsilon,
-            force_pow_2_scales=self._format.power_of_two,
+            amax_epsilon=self.format.epsilon,
+            force_pow_2_scales=self.format.power_of_two,
             block_scaling_dim=2,
         )
+        return Float8BlockwiseQTensor, {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, "is_2D_scaled": True}
 
 
 def _padded(count: int) -> int:

@@ -6,22 +6,18 @@ reads on Hopper, are exact transposes of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
 from etp.formats.base import Quantization, WeightFormat
-from etp.formats.fp8 import Float8Quantization, scale_of, to_e4m3
+from etp.formats.fp8 import data_of, scale_of, to_e4m3
+from etp.formats.quantized import QuantizedShards
 from etp.layout import ShardLayout
 from etp.stack import Stack
-
-if TYPE_CHECKING:
-    from etp.formats.kernels import TileTable
-
-_SCALE_ROW = 4
 
 
 @dataclass(frozen=True)
@@ -46,103 +42,73 @@ class Float8PerTensor(WeightFormat):
         return _TensorQuantization(self, shards, layouts, memory)
 
 
-class _TensorQuantization(Float8Quantization):
+class _TensorQuantization(QuantizedShards[Float8PerTensor]):
     """Quantized shards, and a scale and its inverse for each weight."""
 
-    def __init__(
-        self,
-        format_: Float8PerTensor,
-        shards: Sequence[Stack],
-        layouts: Sequence[ShardLayout],
-        memory: torch.Tensor | None,
-    ) -> None:
-        super().__init__(shards, layouts, memory)
-        self._format = format_
-        count = self.firsts[-1]
-        self._own = torch.zeros(count, device=self.device)
-        self._scales = torch.ones(count, device=self.device)
-        # One per row, because cuBLAS reads scales at multiples of 16 bytes.
-        self._inverse = torch.ones(count, _SCALE_ROW, device=self.device)
+    @cached_property
+    def _scales(self) -> torch.Tensor:
+        return torch.ones(self.firsts[-1], device=self.device)
 
     def measure(self) -> torch.Tensor:
         """Return the largest magnitude of each shard."""
-        self._own.zero_()
-        if self.device.type == "cuda":
-            from etp.formats import kernels
-
-            for table in self._tables:
-                kernels.largest_magnitudes(table, self._own)
-            return self._own
-        for number, (weight, _) in enumerate(self.weights()):
-            self._own[number] = weight.abs().amax()
-        return self._own
+        return self.largest_magnitudes()
 
     def cast(self, everyone: torch.Tensor) -> None:
         """Cast the shards with the scales of whole weights."""
-        options: dict[str, Any] = {"power_of_two": self._format.power_of_two, "epsilon": self._format.epsilon}
+        options: dict[str, Any] = {"power_of_two": self.format.power_of_two, "epsilon": self.format.epsilon}
         self._scales.copy_(scale_of(everyone.amax(dim=0), **options))
-        self._inverse[:, 0] = self._scales.reciprocal()
+        self.numbers[:, 0] = self._scales.reciprocal()
         if self.device.type == "cuda":
             from etp.formats import kernels
 
-            for table in self._tables:
+            for table in self.whole_tables:
                 kernels.cast(table, self._scales)
             return
         for number, (weight, copy) in enumerate(self.weights()):
             copy.copy_(to_e4m3(weight, self._scales[number]))
 
-    @cached_property
-    def _tables(self) -> list[TileTable]:
-        count = self.firsts[-1]
-        return self.tables(range(count), [(0, 0)] * count)
-
-    def assemble(
-        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
-    ) -> list[torch.Tensor]:
+    def assemble(self, index: int, gathered: Stack, trained: Sequence[bool], *, transposed: bool) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
         from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
         # Blackwell's GEMMs read rows in the backward pass too.
         transposed = transposed and not is_non_tn_fp8_gemm_supported()
-        make = partial(self._tensor, self.layouts[index].shape, dtype, transposed)
-        weights = self.tensors(index, gathered, trained, transposed=transposed, make=make)
-        data = self.transposed(index, gathered) if transposed else self.rows(index, gathered)
-        for weight, bytes_ in zip(weights, data, strict=True):
-            weight._data, weight._transpose = (None, bytes_) if transposed else (bytes_, None)
-            weight._transpose_invalid = not transposed
-        return weights
+        return super().assemble(index, gathered, trained, transposed=transposed)
 
-    def _tensor(
-        self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, number: int, requires_grad: bool
-    ) -> torch.Tensor:
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    def arrays(self, index: int, gathered: Stack, *, columns: bool) -> tuple[list[Sequence[torch.Tensor]], bool]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
+        data, is_new = data_of(gathered, self.layouts[index].rows, columns=columns)
+        return [data, self.numbers_of(index)], is_new
 
-        # Empty until a visit sets the data; says whether the tensor has rows or columns.
-        nothing = self._inverse.new_empty(0, dtype=torch.uint8)
-        tensor: torch.Tensor = Float8Tensor(
-            shape=shape,
-            dtype=dtype,
-            device=self.device,
-            requires_grad=requires_grad,
-            data=None if transposed else nothing,
-            data_transpose=nothing if transposed else None,
-            fp8_scale_inv=self._inverse[number, :1],
-            fp8_dtype=self._quantizer.dtype,
-            quantizer=self._quantizer,
-        )
-        return tensor
+    def fill(self, tensors: Iterable[Any], arrays: Iterable[Iterable[Any]], *, columns: bool) -> None:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
+        data, scales, *_ = arrays
+        for tensor, each, scale in zip(tensors, data, scales, strict=False):
+            tensor._data, tensor._transpose = (None, each) if columns else (each, None)
+            tensor._scale_inv, tensor._transpose_invalid = scale, not columns
 
     @cached_property
-    def _quantizer(self) -> Any:
+    def kind(self) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
         from transformer_engine.pytorch.constants import DType
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+        from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 
         # As Transformer Engine quantizes a weight for the forward pass: by rows.
-        return Float8CurrentScalingQuantizer(
+        quantizer = Float8CurrentScalingQuantizer(
             DType.kFloat8E4M3,
             self.device,
             rowwise=True,
             columnwise=False,
-            force_pow_2_scales=self._format.power_of_two,
-            amax_epsilon=self._format.epsilon,
+            force_pow_2_scales=self.format.power_of_two,
+            amax_epsilon=self.format.epsilon,
         )
+        return Float8Tensor, {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+
+    def empty(self, *, columns: bool) -> dict[str, Any]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
+        found = super().empty(columns=columns)
+        return {
+            "data": found["rowwise_data"],
+            "data_transpose": found["columnwise_data"],
+            "fp8_scale_inv": self._scales[:1],
+        }

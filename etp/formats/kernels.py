@@ -13,18 +13,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-
-from etp.stack import Stack
 
 TILE = 128
 # Warps for each byte of an element: a tile stays in registers between its reading and its writing.
 _WARPS = 2
 _ALIGNMENT = 16
 _DOWN, _ACROSS, _TRANSPOSE_WARPS = 128, 64, 4
+_TYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,61 @@ class Tiled:
         return -(-rows // TILE), -(-columns // TILE)
 
 
-class TileTable:
-    """The tiles of some matrices of one dtype; see [Note: tiles].
+class Table:
+    """The tiles of some matrices of one dtype, for launches of one program each; see [Note: tiles].
+
+    Args:
+        sources: the matrices ``[rows, columns]``.
+        entries: for each, what a kernel reads of it: addresses and numbers. The number of its first tile is appended.
+        aligned: which of these must be multiples of 16 for loads and stores of 16 bytes.
+        tile: rows and columns of a tile.
+        warps: for each program.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[torch.Tensor],
+        entries: Sequence[Sequence[int]],
+        *,
+        aligned: Sequence[int],
+        tile: int,
+        warps: int,
+    ) -> None:
+        counts = [-(-rows // tile) * -(-columns // tile) for rows, columns in (source.shape for source in sources)]
+        firsts = [0, *accumulate(counts)]
+        self.count = firsts.pop()
+        rows = [(*entry, first) for entry, first in zip(entries, firsts, strict=True)]
+        self.dtype = sources[0].dtype
+        self.matrices = torch.tensor(rows, dtype=torch.int64, device=sources[0].device)
+        owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+        self.owners = owners.to(sources[0].device)
+        self._constants = {
+            "dtype": _TYPES[self.dtype],
+            "aligned": all(row[i] % _ALIGNMENT == 0 for row in rows for i in aligned),
+            "tile": tile,
+            "num_warps": warps,
+        }
+
+    def launch(self, kernel: Any, *numbers: Any, **constants: Any) -> None:
+        """Run one program of ``kernel`` for each tile."""
+        kernel[(self.count,)](self.matrices, self.owners, *numbers, **constants, **self._constants)
+
+
+class TileTable(Table):
+    """The tiles of some matrices of one dtype.
 
     Args:
         matrices: the matrices. Their memory must live as long as the table.
     """
 
     def __init__(self, matrices: Sequence[Tiled]) -> None:
-        counts = [down * across for down, across in (one.counts for one in matrices)]
-        firsts = [0, *accumulate(counts)]
-        self.count = firsts.pop()
         entries = [
-            (
-                one.source.data_ptr(),
-                one.target.data_ptr(),
-                *one.source.shape,
-                one.source.stride(0),
-                one.place,
-                *one.steps,
-                first,
-            )
-            for one, first in zip(matrices, firsts, strict=True)
+            (source.data_ptr(), target.data_ptr(), *source.shape, source.stride(0), place, *steps)
+            for source, target, place, steps in ((one.source, one.target, one.place, one.steps) for one in matrices)
         ]
-        source = matrices[0].source
-        self.dtype = source.dtype
-        self.matrices = torch.tensor(entries, dtype=torch.int64, device=source.device)
-        owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-        self.owners = owners.to(source.device)
-        self.aligned = all(entry[i] % _ALIGNMENT == 0 for entry in entries for i in (0, 1, 3, 4))
-        """Whether all rows begin and end at multiples of 16 elements and bytes."""
+        sources = [one.source for one in matrices]
+        # All rows begin and end at multiples of 16 elements and bytes.
+        super().__init__(sources, entries, aligned=(0, 1, 3, 4), tile=TILE, warps=_WARPS * sources[0].dtype.itemsize)
         self._kept = matrices
 
 
@@ -94,18 +119,14 @@ def tables_of(matrices: Iterable[Tiled]) -> list[TileTable]:
 
 # Without annotations, which Triton would interpret as its own types.
 @triton.jit
-def _tile(matrices, owners, aligned: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's tile: addresses, offset, distance between rows, rows and columns left, its number's place."""
+def _tile(matrices, owners, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's tile: where it is read and written, distance between rows, rows and columns left, its number."""
     program = tl.program_id(0)
     matrix = matrices + tl.load(owners + program).to(tl.int64) * 9
     source, target = tl.load(matrix), tl.load(matrix + 1)
     rows, columns, pitch = tl.load(matrix + 2), tl.load(matrix + 3), tl.load(matrix + 4)
-    place, step_down, step_right, first = (
-        tl.load(matrix + 5),
-        tl.load(matrix + 6),
-        tl.load(matrix + 7),
-        tl.load(matrix + 8),
-    )
+    place, first = tl.load(matrix + 5), tl.load(matrix + 8)
+    step_down, step_right = tl.load(matrix + 6), tl.load(matrix + 7)
     if aligned:
         # So that loads and stores are of 16 bytes: Triton cannot know this of numbers that it reads from memory.
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
@@ -116,7 +137,9 @@ def _tile(matrices, owners, aligned: tl.constexpr, tile: tl.constexpr):  # type:
     place += down * step_down + right * step_right
     # 32 bits, because they are compared with an offset for each element.
     down_left, across_left = (rows - down * tile).to(tl.int32), (columns - right * tile).to(tl.int32)
-    return source, target, (down * pitch + right) * tile, pitch, down_left, across_left, place
+    begin = (down * pitch + right) * tile
+    source, target = source.to(tl.pointer_type(dtype)) + begin, target.to(tl.pointer_type(tl.uint8)) + begin
+    return source, target, pitch, down_left, across_left, place
 
 
 @triton.jit
@@ -135,12 +158,27 @@ def _read(source, pitch, down, across, number: tl.constexpr, tile: tl.constexpr)
 
 
 @triton.jit
+def _read_all(source, pitch, down, across, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    a, b = _read(source, pitch, down, across, 0, tile), _read(source, pitch, down, across, 1, tile)
+    c, d = _read(source, pitch, down, across, 2, tile), _read(source, pitch, down, across, 3, tile)
+    return a, b, c, d
+
+
+@triton.jit
 def _write(  # type: ignore[no-untyped-def]
     target, values, scale, pitch, down, across, number: tl.constexpr, tile: tl.constexpr
 ) -> None:
     begin, offsets, mask = _quarter(pitch, down, across, number, tile)
     bytes_ = (values.to(tl.float32) * scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(target + begin + offsets, bytes_, mask=mask)
+
+
+@triton.jit
+def _write_all(target, a, b, c, d, scale, pitch, down, across, tile: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    _write(target, a, scale, pitch, down, across, 0, tile)
+    _write(target, b, scale, pitch, down, across, 1, tile)
+    _write(target, c, scale, pitch, down, across, 2, tile)
+    _write(target, d, scale, pitch, down, across, 3, tile)
 
 
 @triton.jit
@@ -180,18 +218,11 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
     checked: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    source, target, begin, pitch, down, across, place = _tile(matrices, owners, aligned, tile)
-    source, target = source.to(tl.pointer_type(dtype)) + begin, target.to(tl.pointer_type(tl.uint8)) + begin
-    a = _read(source, pitch, down, across, 0, tile)
-    b = _read(source, pitch, down, across, 1, tile)
-    c = _read(source, pitch, down, across, 2, tile)
-    d = _read(source, pitch, down, across, 3, tile)
+    source, target, pitch, down, across, place = _tile(matrices, owners, dtype, aligned, tile)
+    a, b, c, d = _read_all(source, pitch, down, across, tile)
     amax = _magnitude(a, b, c, d, checked)
     scale = _scale(amax, epsilon, largest, power_of_two)
-    _write(target, a, scale, pitch, down, across, 0, tile)
-    _write(target, b, scale, pitch, down, across, 1, tile)
-    _write(target, c, scale, pitch, down, across, 2, tile)
-    _write(target, d, scale, pitch, down, across, 3, tile)
+    _write_all(target, a, b, c, d, scale, pitch, down, across, tile)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     if checked:
         inverse = tl.where(amax < float("inf"), inverse, float("nan"))
@@ -200,20 +231,10 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _largest(  # type: ignore[no-untyped-def]
-    matrices,
-    owners,
-    numbers,
-    dtype: tl.constexpr,
-    aligned: tl.constexpr,
-    checked: tl.constexpr,
-    tile: tl.constexpr,
+    matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, checked: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    source, _, begin, pitch, down, across, place = _tile(matrices, owners, aligned, tile)
-    source = source.to(tl.pointer_type(dtype)) + begin
-    a = _read(source, pitch, down, across, 0, tile)
-    b = _read(source, pitch, down, across, 1, tile)
-    c = _read(source, pitch, down, across, 2, tile)
-    d = _read(source, pitch, down, across, 3, tile)
+    source, _, pitch, down, across, place = _tile(matrices, owners, dtype, aligned, tile)
+    a, b, c, d = _read_all(source, pitch, down, across, tile)
     # For numbers that are not negative, the order of the bits is that of the values.
     magnitude = _magnitude(a, b, c, d, checked).to(tl.int32, bitcast=True)
     tl.atomic_max((numbers + place).to(tl.pointer_type(tl.int32)), magnitude)
@@ -223,17 +244,10 @@ def _largest(  # type: ignore[no-untyped-def]
 def _cast(  # type: ignore[no-untyped-def]
     matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    source, target, begin, pitch, down, across, place = _tile(matrices, owners, aligned, tile)
-    source, target = source.to(tl.pointer_type(dtype)) + begin, target.to(tl.pointer_type(tl.uint8)) + begin
+    source, target, pitch, down, across, place = _tile(matrices, owners, dtype, aligned, tile)
     scale = tl.load(numbers + place)
-    a = _read(source, pitch, down, across, 0, tile)
-    b = _read(source, pitch, down, across, 1, tile)
-    c = _read(source, pitch, down, across, 2, tile)
-    d = _read(source, pitch, down, across, 3, tile)
-    _write(target, a, scale, pitch, down, across, 0, tile)
-    _write(target, b, scale, pitch, down, across, 1, tile)
-    _write(target, c, scale, pitch, down, across, 2, tile)
-    _write(target, d, scale, pitch, down, across, 3, tile)
+    a, b, c, d = _read_all(source, pitch, down, across, tile)
+    _write_all(target, a, b, c, d, scale, pitch, down, across, tile)
 
 
 @triton.jit
@@ -250,9 +264,6 @@ def _transpose(  # type: ignore[no-untyped-def]
     tl.store(target + column[:, None] * rows + row[None, :], tl.trans(values), mask=tl.trans(mask))
 
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
 def quantize_blocks(
     table: TileTable, numbers: torch.Tensor, *, power_of_two: bool, epsilon: float, checked: bool = False
 ) -> None:
@@ -260,19 +271,8 @@ def quantize_blocks(
 
     If ``checked``, NaN goes there for a tile that has an element which is infinite or NaN.
     """
-    _quantize_blocks[(table.count,)](
-        table.matrices,
-        table.owners,
-        numbers,
-        epsilon,
-        torch.finfo(table.dtype).max,
-        dtype=_TYPES[table.dtype],
-        aligned=table.aligned,
-        power_of_two=power_of_two,
-        checked=checked,
-        tile=TILE,
-        num_warps=_WARPS * table.dtype.itemsize,
-    )
+    largest = torch.finfo(table.dtype).max
+    table.launch(_quantize_blocks, numbers, epsilon, largest, power_of_two=power_of_two, checked=checked)
 
 
 def largest_magnitudes(table: TileTable, numbers: torch.Tensor, *, checked: bool = False) -> None:
@@ -280,45 +280,20 @@ def largest_magnitudes(table: TileTable, numbers: torch.Tensor, *, checked: bool
 
     Tiles may share a place. NaN is the largest if ``checked``, otherwise it is ignored.
     """
-    _largest[(table.count,)](
-        table.matrices,
-        table.owners,
-        numbers,
-        dtype=_TYPES[table.dtype],
-        aligned=table.aligned,
-        checked=checked,
-        tile=TILE,
-        num_warps=_WARPS * table.dtype.itemsize,
-    )
+    table.launch(_largest, numbers, checked=checked)
 
 
 def cast(table: TileTable, scales: torch.Tensor) -> None:
     """Cast each tile to E4M3 after multiplying it by its number in ``scales``."""
-    _cast[(table.count,)](
-        table.matrices,
-        table.owners,
-        scales,
-        dtype=_TYPES[table.dtype],
-        aligned=table.aligned,
-        tile=TILE,
-        num_warps=_WARPS * table.dtype.itemsize,
-    )
+    table.launch(_cast, scales)
 
 
-def transpose(matrices: Stack, rows: int) -> Sequence[torch.Tensor]:
-    """Transpose the first ``rows`` rows of byte matrices, which form one run, to ``[columns, rows]``, in one launch."""
-    count, columns = len(matrices), matrices.shape[1]
+def transpose(matrices: torch.Tensor) -> torch.Tensor:
+    """Transpose byte matrices ``[count, rows, columns]``, each contiguous, to ``[count, columns, rows]``."""
+    count, rows, columns = matrices.shape
     out = torch.empty((count, columns, rows), dtype=torch.uint8, device=matrices.device)
     grid = (triton.cdiv(rows, _DOWN), triton.cdiv(columns, _ACROSS), count)
-    _transpose[grid](
-        matrices[0],
-        out,
-        rows,
-        columns,
-        matrices.runs[0].stride,
-        columns * rows,
-        down=_DOWN,
-        across=_ACROSS,
-        num_warps=_TRANSPOSE_WARPS,
-    )
-    return out.unbind(0)
+    strides = matrices.stride(0), columns * rows
+    constants = {"down": _DOWN, "across": _ACROSS, "num_warps": _TRANSPOSE_WARPS}
+    _transpose[grid](matrices, out, rows, columns, *strides, **constants)
+    return out

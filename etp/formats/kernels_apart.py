@@ -6,19 +6,18 @@ See [Note: tiles] in ``etp/formats/kernels.py``. Imported only where there is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from etp.formats.kernels import Table
+
 TILE = 64
 _WARPS = 4
-_ALIGNMENT = 16
 
 
-class ApartTable:
+class ApartTable(Table):
     """The tiles of some matrices of one dtype.
 
     Args:
@@ -27,21 +26,12 @@ class ApartTable:
     """
 
     def __init__(self, weights: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        shapes = [tensors[0].shape for _, tensors in weights]
-        counts = [-(-rows // TILE) * -(-columns // TILE) for rows, columns in shapes]
-        firsts = [0, *accumulate(counts)]
-        self.count = firsts.pop()
         entries = [
-            (*(tensor.data_ptr() for tensor in tensors), *shape, number, first)
-            for (number, tensors), shape, first in zip(weights, shapes, firsts, strict=True)
+            (*(tensor.data_ptr() for tensor in tensors), *tensors[0].shape, number) for number, tensors in weights
         ]
-        first = weights[0][1][0]
-        self.dtype = first.dtype
-        self.matrices = torch.tensor(entries, dtype=torch.int64, device=first.device)
-        owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-        self.owners = owners.to(first.device)
-        self.aligned = all(entry[i] % _ALIGNMENT == 0 for entry in entries for i in (0, 1, 3, 6))
-        """Whether all rows of elements and of bytes begin at multiples of 16 bytes."""
+        # All rows of elements and of bytes begin at multiples of 16 bytes.
+        sources = [tensors[0] for _, tensors in weights]
+        super().__init__(sources, entries, aligned=(0, 1, 3, 6), tile=TILE, warps=_WARPS)
         # The addresses are of memory that must live as long as the table.
         self._kept = weights
 
@@ -121,17 +111,6 @@ def _quantize_mxfp8(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _largest(  # type: ignore[no-untyped-def]
-    matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr
-) -> None:
-    matrix, rows, columns, row, column = _tile(matrices, owners, aligned, tile)
-    values = _values(matrix, rows, columns, row, column, dtype, aligned, tile)
-    # For numbers that are not negative, the order of the bits is that of the values.
-    number = (numbers + tl.load(matrix + 7)).to(tl.pointer_type(tl.int32))
-    tl.atomic_max(number, tl.max(tl.abs(values)).to(tl.int32, bitcast=True))
-
-
-@triton.jit
 def _nvfp4(values, scale, square: tl.constexpr):  # type: ignore[no-untyped-def]
     """:func:`etp.formats.quantize_nvfp4` for blocks along the rows of a tile."""
     down: tl.constexpr = values.shape[0]
@@ -178,36 +157,9 @@ def _quantize_nvfp4(  # type: ignore[no-untyped-def]
     _store(matrix, 4, tl.trans(scales), rows // 16, columns, row // 16, column, False)
 
 
-_TYPES: dict[torch.dtype, Any] = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
-
-
 def quantize_mxfp8(table: ApartTable) -> None:
     """Quantize each matrix to MXFP8, by rows and by columns."""
-    _quantize_mxfp8[(table.count,)](
-        table.matrices,
-        table.owners,
-        dtype=_TYPES[table.dtype],
-        aligned=table.aligned,
-        tile=TILE,
-        num_warps=_WARPS,
-    )
-
-
-def largest_magnitudes(table: ApartTable, numbers: torch.Tensor) -> None:
-    """Write the largest magnitude of each matrix to its place in ``numbers``, which holds 0 or a lower bound before."""
-    _largest[(table.count,)](
-        table.matrices,
-        table.owners,
-        numbers,
-        dtype=_TYPES[table.dtype],
-        aligned=table.aligned,
-        tile=TILE,
-        num_warps=_WARPS,
-    )
+    table.launch(_quantize_mxfp8)
 
 
 def quantize_nvfp4(table: ApartTable, amaxes: torch.Tensor, *, square: bool) -> None:
@@ -218,14 +170,4 @@ def quantize_nvfp4(table: ApartTable, amaxes: torch.Tensor, *, square: bool) -> 
         amaxes: fp32; the first element of row i is the largest magnitude of weight number i.
         square: whether blocks are 16 x 16 elements.
     """
-    _quantize_nvfp4[(table.count,)](
-        table.matrices,
-        table.owners,
-        amaxes,
-        amax_stride=amaxes.stride(0),
-        dtype=_TYPES[table.dtype],
-        aligned=table.aligned,
-        square=square,
-        tile=TILE,
-        num_warps=_WARPS,
-    )
+    table.launch(_quantize_nvfp4, amaxes, amax_stride=amaxes.stride(0), square=square)

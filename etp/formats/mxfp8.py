@@ -7,7 +7,7 @@ quantization writes nothing on others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -91,7 +91,7 @@ def quantize_mxfp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     return row_data.view(rows, columns), row_scales, column_data.view(rows, columns), column_scales
 
 
-class _MXFP8Quantization(ApartQuantization):
+class _MXFP8Quantization(ApartQuantization[MXFP8]):
     """Quantized copies, without numbers to agree on."""
 
     def measure(self) -> torch.Tensor:
@@ -104,44 +104,19 @@ class _MXFP8Quantization(ApartQuantization):
         if self.device.type == "cuda":
             from etp.formats import kernels_apart
 
-            for table in self.tables:
+            for table in self.apart_tables:
                 kernels_apart.quantize_mxfp8(table)
             return
         for weight, *copies in self.weights():
             for copy, quantized in zip(copies, quantize_mxfp8(weight), strict=True):
                 copy.copy_(quantized)
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, *, columns: bool) -> torch.Tensor:
-        """See :class:`etp.formats.apart.ApartQuantization`."""
-        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
-
-        # Empty until a visit sets the data; says whether the tensor has rows or columns.
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        tensor: torch.Tensor = MXFP8Tensor(
-            shape=shape,
-            dtype=dtype,
-            device=self.device,
-            requires_grad=requires_grad,
-            rowwise_data=None if columns else nothing,
-            rowwise_scale_inv=None if columns else nothing,
-            columnwise_data=nothing if columns else None,
-            columnwise_scale_inv=nothing if columns else None,
-            fp8_dtype=self._quantizer.dtype,
-            quantizer=self._quantizer,
-            with_gemm_swizzled_scales=False,
-        )
-        return tensor
-
-    def fill(self, tensor: Any, number: int, data: torch.Tensor, scales: torch.Tensor, *, columns: bool) -> None:
-        """See :class:`etp.formats.apart.ApartQuantization`."""
-        del number
-        tensor._rowwise_data, tensor._rowwise_scale_inv = (None, None) if columns else (data, scales)
-        tensor._columnwise_data, tensor._columnwise_scale_inv = (data, scales) if columns else (None, None)
-
     @cached_property
-    def _quantizer(self) -> Any:
+    def kind(self) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
         from transformer_engine.pytorch.constants import DType
-        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor
 
         # As Transformer Engine quantizes a weight for the forward pass: by rows.
-        return MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+        quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+        return MXFP8Tensor, {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, "with_gemm_swizzled_scales": False}

@@ -8,14 +8,14 @@ Transformer Engine does only to activations and gradients. The GEMMs need a GPU 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from etp.formats.apart import ApartFormat, ApartQuantization, Matrix
+from etp.formats.apart import ApartFormat, ApartQuantization
 from etp.formats.base import Quantization
 from etp.formats.fp8 import LARGEST_E4M3
 from etp.layout import ShardLayout
@@ -28,7 +28,6 @@ LARGEST_E2M1 = 6.0
 
 _LARGEST = torch.finfo(torch.float32).max
 _SIGN = 8
-_AMAX_ROW = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class NVFP4(ApartFormat):
     per_byte: ClassVar[int] = 2
     # Rows of FP4 must be multiples of 16 bytes, and so must columns.
     multiple: ClassVar[int] = 32
+    transposes_columns: ClassVar[bool] = True
 
     square: bool = True
 
@@ -98,95 +98,49 @@ def _to_e2m1(values: torch.Tensor) -> torch.Tensor:
     return sum(above, start=values.signbit() * _SIGN).to(torch.uint8)
 
 
-class _NVFP4Quantization(ApartQuantization):
+class _NVFP4Quantization(ApartQuantization[NVFP4]):
     """Quantized copies, and the largest magnitude of each whole weight."""
-
-    format: NVFP4
-
-    def __init__(
-        self, format_: NVFP4, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None
-    ) -> None:
-        super().__init__(format_, shards, layouts, memory)
-        self._own = torch.zeros(self.firsts[-1], device=self.device)
-        # One per row, because the GEMMs' kernels may read them at multiples of 16 bytes.
-        self._amax = torch.zeros(self.firsts[-1], _AMAX_ROW, device=self.device)
 
     def measure(self) -> torch.Tensor:
         """Return the largest magnitude of each shard."""
-        self._own.zero_()
-        if self.device.type == "cuda":
-            from etp.formats import kernels_apart
-
-            for table in self.tables:
-                kernels_apart.largest_magnitudes(table, self._own)
-            return self._own
-        for number, (weight, *_) in enumerate(self.weights()):
-            self._own[number] = weight.abs().amax()
-        return self._own
+        return self.largest_magnitudes()
 
     def cast(self, everyone: torch.Tensor) -> None:
         """Quantize the shards, given the largest magnitudes of whole weights."""
-        self._amax[:, 0] = everyone.amax(dim=0)
+        self.numbers[:, 0] = everyone.amax(dim=0)
         if self.device.type == "cuda":
             from etp.formats import kernels_apart
 
-            for table in self.tables:
-                kernels_apart.quantize_nvfp4(table, self._amax, square=self.format.square)
+            for table in self.apart_tables:
+                kernels_apart.quantize_nvfp4(table, self.numbers, square=self.format.square)
             return
-        for (weight, *copies), amax in zip(self.weights(), self._amax[:, 0], strict=True):
+        for (weight, *copies), amax in zip(self.weights(), self.numbers[:, 0], strict=True):
             for copy, quantized in zip(copies, quantize_nvfp4(weight, amax, square=self.format.square), strict=True):
                 copy.copy_(quantized)
 
-    def finished(
-        self, parts: tuple[Stack, Stack], logical: tuple[Matrix, Matrix], *, columns: bool
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """See :class:`etp.formats.apart.ApartQuantization`. In FP4, the GEMMs read columns as rows of the transpose."""
-        if columns:
-            transposed = [self._transposed(part, down) for part, (down, _) in zip(parts, logical, strict=True)]
-            parts = (Stack(transposed[0]), Stack(transposed[1]))
-            logical = (logical[0][::-1], logical[1][::-1])
-        return super().finished(parts, logical, columns=False)
+    def arrays(self, index: int, gathered: Stack, *, columns: bool) -> tuple[list[Sequence[torch.Tensor]], bool]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
+        arrays, is_new = super().arrays(index, gathered, columns=columns)
+        return [*arrays, self.numbers_of(index)], is_new
 
-    def _transposed(self, part: Stack, rows: int) -> Sequence[torch.Tensor]:
-        if self.device.type == "cuda":
-            from etp.formats import kernels
-
-            return kernels.transpose(part, rows)
-        return [each[:rows].t().contiguous() for each in part]
-
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, *, columns: bool) -> torch.Tensor:
-        """See :class:`etp.formats.apart.ApartQuantization`."""
-        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
-
-        # Empty until a visit sets the data; says whether the tensor has rows or columns.
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        tensor: torch.Tensor = NVFP4Tensor(
-            shape=shape,
-            dtype=dtype,
-            device=self.device,
-            requires_grad=requires_grad,
-            rowwise_data=None if columns else nothing,
-            rowwise_scale_inv=None if columns else nothing,
-            columnwise_data=nothing if columns else None,
-            columnwise_scale_inv=nothing if columns else None,
-            amax_rowwise=None,
-            amax_columnwise=None,
-            fp4_dtype=self._quantizer.dtype,
-            quantizer=self._quantizer,
-            with_gemm_swizzled_scales=False,
-        )
-        return tensor
-
-    def fill(self, tensor: Any, number: int, data: torch.Tensor, scales: torch.Tensor, *, columns: bool) -> None:
-        """See :class:`etp.formats.apart.ApartQuantization`."""
-        found, none = (data, scales, self._amax[number, :1]), (None, None, None)
-        rows, down = (none, found) if columns else (found, none)
-        tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax_rowwise = rows
-        tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise = down
+    def fill(self, tensors: Iterable[Any], arrays: Iterable[Iterable[Any]], *, columns: bool) -> None:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
+        data, scales, amaxes = arrays
+        super().fill(tensors, (data, scales), columns=columns)
+        for tensor, amax in zip(tensors, amaxes, strict=False):
+            tensor._amax_rowwise, tensor._amax_columnwise = (None, amax) if columns else (amax, None)
 
     @cached_property
-    def _quantizer(self) -> Any:
-        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+    def kind(self) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
+        """See :class:`etp.formats.quantized.QuantizedShards`."""
+        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor
 
         # As Transformer Engine quantizes a weight for the forward pass: by rows.
-        return NVFP4Quantizer(rowwise=True, columnwise=False, with_2d_quantization=self.format.square)
+        quantizer = NVFP4Quantizer(rowwise=True, columnwise=False, with_2d_quantization=self.format.square)
+        return NVFP4Tensor, {
+            "amax_rowwise": None,
+            "amax_columnwise": None,
+            "fp4_dtype": quantizer.dtype,
+            "quantizer": quantizer,
+            "with_gemm_swizzled_scales": False,
+        }

@@ -1,8 +1,10 @@
-"""Trains a small model by GRPO on this machine's CPU, with vLLM servers that get its weights after each step.
+"""Trains a small model by GRPO on one machine, with vLLM servers that get its weights after each step.
 
-``make grpo`` runs it. A byte-level model reads an exercise sheet of sums (``sums.py``), by four processes.
-It can add then, but mostly goes on with another sum, as the sheet does. vLLM starts, and ``train.py`` teaches the model
-to answer and stop, from nothing but samples of the live server. A table and a plot show how.
+``make grpo`` runs it on the CPU. A byte-level model reads an exercise sheet of sums (``sums.py``), by four processes.
+It can add then, but mostly goes on with another sum, as the sheet does. ``train.py`` teaches the model to answer and
+stop, from nothing but samples of the live server. A table and a plot show how.
+
+With ``--device cuda`` the first GPUs train, one for each of ``--ranks``, and each of the next ones runs a server.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -26,109 +29,156 @@ from examples.grpo import sums
 from examples.grpo.report import Reader, Step, plot, table
 from examples.quickstart import QuickstartError, quiet, run, torchrun
 from examples.serving import write_byte_tokenizer
-from examples.vllm_process import ON_A_CPU, RunningServer, ServerError, running_server
+from examples.vllm_process import ON_A_CPU, RunningServer, ServerError, starting_server
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.hf_flags import model_flags
+from megatron_patches.refit.source.config_traits import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1234
 GRPO_SEED = 2  # seed of the choice of prompts and of the samples
 VOCABULARY, END = 256, ord("\n")
 SHEET_LENGTH, LENGTH = 64, 16  # tokens per pretraining sequence, and per prompt with answer
-PRETRAINING = 250
+SHEETS = {"cpu": 64, "cuda": 256}  # sequences of a pretraining step, by device
 SAMPLES, PROMPTS = 8, 16
-SHAPE = {"layers": 2, "hidden": 128, "ffn": 384, "heads": 4}  # head size 32, the minimum of vLLM on CPUs
+# Adam's learning rates, divided by the hidden size: https://arxiv.org/abs/2203.03466
+PRETRAINING_RATE, GRPO_RATE = 0.384, 0.064
 
-MODEL = (
-    "--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} "
-    f"--max-position-embeddings {SHEET_LENGTH} --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 1 "
-    f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --attention-dropout 0 --hidden-dropout 0 "
-    f"--no-create-attention-mask-in-dataloader --clip-grad 1.0 --adam-beta2 0.98 --weight-decay 0 --seed {SEED} "
-    "--log-interval 1 --eval-iters 0 --eval-interval 100000"
-).format(**SHAPE)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "num_hidden_layers": SHAPE["layers"],
-    "hidden_size": SHAPE["hidden"],
-    "intermediate_size": SHAPE["ffn"],
-    "num_attention_heads": SHAPE["heads"],
-    "num_key_value_heads": SHAPE["heads"],
-    "head_dim": SHAPE["hidden"] // SHAPE["heads"],
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": SHEET_LENGTH,
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,  # the minimum of vLLM on CPUs
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
-    "eos_token_id": END,
 }
 
 
+def byte_level(config: Mapping[str, object]) -> dict[str, Any]:
+    """The ``config.json`` of a model of the same shape for this task: its tokens are bytes, its texts short."""
+    own = {"vocab_size": VOCABULARY, "max_position_embeddings": SHEET_LENGTH, "eos_token_id": END}
+    return {name: value for name, value in config.items() if name != "bos_token_id"} | own
+
+
+def megatron_flags(config: Mapping[str, object], device: str) -> list[str]:
+    """Megatron's flags for a model of :func:`byte_level`, and for training it."""
+    flags = (
+        f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 "
+        "--attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader "
+        "--no-gradient-accumulation-fusion "  # which needs APEX
+        f"--clip-grad 1.0 --adam-beta2 0.98 --weight-decay 0 --seed {SEED} "
+        f"--log-interval 1 --eval-iters 0 --eval-interval 100000 {'--bf16' if device == 'cuda' else ''}"
+    )
+    return [*model_flags(config), *flags.split()]
+
+
 class Engines:
-    """vLLM servers on this machine.
+    """vLLM servers on this machine, which begin to start at once.
 
     Attributes:
         urls: their base URLs.
     """
 
-    def __init__(self, folder: Path, number: int, stack: ExitStack, pool: Executor) -> None:
-        (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, object],
+        gpus: Sequence[str],
+        number: int,
+        python: str,
+        stack: ExitStack,
+    ) -> None:
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         write_byte_tokenizer(folder, END)
-        self._folder, self._stack, self._pool = folder, stack, pool
-        self._starting: list[Future[RunningServer]] = []
-        self._servers = list(pool.map(self._start, [f"vllm{at}.log" for at in range(number)]))
+        self._folder, self._gpus, self._python, self._stack = folder, gpus, python, stack
+        self._servers = [self._start(at, f"vllm{at}.log") for at in range(number)]
         self.urls = [server.url for server in self._servers]
 
-    def _start(self, log: str, port: int = 0) -> RunningServer:
+    def _start(self, at: int, log: str, port: int = 0) -> RunningServer:
         arguments = [
-            *f"--dtype float32 --enforce-eager --max-model-len {LENGTH} --block-size 32 --seed {SEED}".split(),
+            *f"--enforce-eager --max-model-len {LENGTH} --seed {SEED}".split(),
             *("--middleware", "megatron_patches.refit.vllm.version_header.WeightsVersionHeader"),
             *("--worker-extension-cls", "megatron_patches.refit.vllm.worker.RefitWorker"),
         ]
-        # Compiling is not worthwhile for such a small model, and vLLM would start compilers first.
-        variables = {**ON_A_CPU, "TORCH_COMPILE_DISABLE": "1"}
-        server = running_server(self._folder, "sums", "etp", arguments, variables, self._folder / log, port=port)
+        if self._gpus:
+            arguments += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.5"]  # the rest is for new weights
+            variables = {"CUDA_VISIBLE_DEVICES": self._gpus[at]}
+        else:
+            arguments += ["--dtype", "float32", "--block-size", "32"]
+            # Compiling is not worthwhile for such a small model, and vLLM would start compilers first.
+            variables = {**ON_A_CPU, "TORCH_COMPILE_DISABLE": "1"}
+        server = starting_server(
+            self._folder, "sums", "etp", arguments, variables, self._folder / log, self._python, port=port
+        )
         return self._stack.enter_context(server)
 
     def kill(self, url: str) -> None:
         """Kill a server as if its machine were lost, and begin to start another one on its port."""
-        lost = next(server for server in self._servers if server.url == url)
-        os.killpg(lost.process.pid, signal.SIGKILL)
-        lost.process.wait(60.0)
-        self._starting.append(self._pool.submit(self._start, "vllm-back.log", int(url.rpartition(":")[2])))
+        at = self.urls.index(url)
+        lost = self._servers[at].process
+        os.killpg(lost.pid, signal.SIGKILL)
+        lost.wait(60.0)
+        self._servers[at] = self._start(at, "vllm-back.log", int(url.rpartition(":")[2]))
+
+    def look(self) -> None:
+        """Look after servers that are starting; raises ServerError if one does not start."""
+        for server in self._servers:
+            server.is_up()
 
     def wait(self) -> None:
-        """Wait until the servers that were killed have started again; raises ServerError if one does not."""
-        for starting in self._starting:
-            starting.result()
+        """Wait until all servers answer; raises ServerError if one does not start."""
+        for server in self._servers:
+            server.wait()
 
 
 @contextmanager
-def engines(folder: Path, number: int) -> Iterator[Engines]:
-    """Start servers; they end with the context."""
-    folder.mkdir(exist_ok=True)
-    with ExitStack() as stack, ThreadPoolExecutor(number) as pool:
-        started = Engines(folder, number, stack, pool)
-        yield started
-        started.wait()
+def engines(
+    folder: Path, config: Mapping[str, object], number: int, gpus: Sequence[str] = (), python: str = sys.executable
+) -> Iterator[Engines]:
+    """Start servers, which end with the context.
+
+    Args:
+        folder: for the model's files and logs.
+        config: content of the model's ``config.json``.
+        number: of servers.
+        gpus: one for each, as ``CUDA_VISIBLE_DEVICES`` names them; none for a build of vLLM for CPUs.
+        python: the interpreter of vLLM's environment.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        yield Engines(folder, config, gpus, number, python, stack)
 
 
-def pretrain(folder: Path, ranks: int, iterations: int, progress: Progress) -> None:
-    """Pretrain on the exercise sheet and save to ``folder``/checkpoint, unless an earlier run has done so."""
+def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[None]:
+    """Pretrain on the exercise sheet and save to ``folder``/checkpoint, unless an earlier run has done so.
+
+    Yields after each step.
+    """
     from examples.prepare_bytes import write
 
     if (folder / "checkpoint" / "latest_checkpointed_iteration.txt").exists():
         progress.add_task("read", total=1, completed=1, note="by an earlier run")
         return
     write(folder / "sheet", iter([sums.sheet(100_000, SEED)]))
-    task = progress.add_task("read", total=iterations, note=f"starting {ranks} processes")
+    iterations, batch = options.pretraining, SHEETS[options.device]
+    rate = PRETRAINING_RATE / options.config["hidden_size"]
+    task = progress.add_task("read", total=iterations, note=f"starting {options.ranks} process(es)")
     flags = (
-        f"--seq-length {SHEET_LENGTH} --micro-batch-size {64 // ranks} --global-batch-size 64 --lr 3e-3 --min-lr 3e-4 "
-        f"--lr-decay-style cosine --lr-warmup-iters 40 --split 100,0,0 --data-path {folder / 'sheet'} "
-        f"--data-cache-path {folder / 'cache'} --save {folder / 'checkpoint'} --save-interval {iterations}"
+        f"--seq-length {SHEET_LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
+        f"--lr {rate:g} --min-lr {rate / 10:g} --lr-decay-style cosine --lr-warmup-iters {min(40, iterations // 4)} "
+        f"--split 100,0,0 --data-path {folder / 'sheet'} --data-cache-path {folder / 'cache'} "
+        f"--save {folder / 'checkpoint'} --save-interval {iterations} --no-save-optim --no-save-rng"
     )
-    for line in run(training(ranks, "examples/pretrain_gpt.py", iterations, flags), folder / "read.log"):
+    for line in run(training(options, "examples/pretrain_gpt.py", iterations, flags), folder / "read.log"):
         if f"/{iterations:8d} |" in line:
-            progress.update(task, advance=1, note=line.partition("lm loss: ")[2][:5])
+            loss = float(line.partition("lm loss: ")[2].split()[0])
+            progress.update(task, advance=1, note=f"loss {loss:.3f}")
+            yield
 
 
 def push_checkpoint(folder: Path, url: str) -> None:
@@ -145,12 +195,12 @@ def train(
     name = "stale" if stale else "grpo"
     log = folder / f"{name}.jsonl"
     log.unlink(missing_ok=True)
-    batch = SAMPLES * PROMPTS
-    task = progress.add_task(name, total=options.steps, note=f"starting {options.ranks} processes")
+    batch, rate = SAMPLES * PROMPTS, GRPO_RATE / options.config["hidden_size"]
+    task = progress.add_task(name, total=options.steps, note=f"starting {options.ranks} process(es)")
     flags = (
-        f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} --lr 5e-4 "
-        f"--min-lr 1e-4 --lr-warmup-iters 4 --lr-decay-style linear --seed {GRPO_SEED} --calculate-per-token-loss "
-        f"--dataloader-type external --finetune --load {folder / 'checkpoint'} "
+        f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
+        f"--lr {rate:g} --min-lr {rate / 5:g} --lr-warmup-iters 4 --lr-decay-style linear --seed {GRPO_SEED} "
+        f"--calculate-per-token-loss --dataloader-type external --finetune --load {folder / 'checkpoint'} "
         f"--grpo-prompts {folder / 'train.jsonl'} --grpo-samples {SAMPLES} "
         f"--grpo-held-out {folder / 'held_out.jsonl'} --grpo-tokens 6 --grpo-log {log} "
         f"--grpo-lag {int(options.asynchronous)} --refit-wait --refit-pause {options.pause} "
@@ -159,7 +209,7 @@ def train(
     if reference:
         flags += f" --grpo-reference {reference} --grpo-kl {options.kl}"
     reader = Reader(log)
-    for line in run(training(options.ranks, "examples/grpo/train.py", options.steps, flags), folder / f"{name}.txt"):
+    for line in run(training(options, "examples/grpo/train.py", options.steps, flags), folder / f"{name}.txt"):
         if "until it answers again" in line or "answers again, and takes part" in line:
             progress.console.print(line.strip()[:200], highlight=False)
         if (step := reader.line(line)) is not None:
@@ -167,10 +217,13 @@ def train(
             yield step
 
 
-def training(ranks: int, script: str, iterations: int, flags: str) -> list[str]:
+def training(options: argparse.Namespace, script: str, iterations: int, flags: str) -> list[str]:
     """Command line that runs a Megatron script on this machine."""
-    common = f"--etp-size {min(2, ranks)} --train-iters {iterations}"
-    return torchrun(ranks, "-m", "megatron_patches", str(ROOT / script), *f"{MODEL} {common} {flags}".split())
+    model = megatron_flags(options.config, options.device)
+    common = f"--etp-size {min(2, options.ranks)} --train-iters {iterations}"
+    return torchrun(
+        options.ranks, "-m", "megatron_patches", str(ROOT / script), *model, *common.split(), *flags.split()
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -182,7 +235,18 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("grpo-out"), help="folder for all that is written")
     parser.add_argument("--steps", type=int, default=60, help="steps of GRPO (%(default)s)")
-    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=4, help="processes that train (%(default)s)")
+    parser.add_argument("--pretraining", type=int, default=250, metavar="STEPS", help="of pretraining (%(default)s)")
+    parser.add_argument("--device", choices=tuple(SHEETS), default="cpu", help="%(default)s by default")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="config.json of a Llama, Qwen2 or Qwen3, or its folder; only the "
+        "shape is used, with random weights; a tiny Llama by default",
+    )
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="processes that train (4 on a CPU, 1 on GPUs)")
+    parser.add_argument(
+        "--engine-python", default=sys.executable, metavar="PYTHON", help="interpreter of vLLM's environment"
+    )
     parser.add_argument("--stale", action="store_true", help="also train with pushes left out, to compare")
     parser.add_argument("--asynchronous", action="store_true", help="sample the next step while one is trained")
     parser.add_argument("--pause", choices=("wait", "keep"), default="wait", help="requests in flight end, or go on")
@@ -191,16 +255,56 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the last server then, and start it again")
     parser.add_argument("--flags", default="", help="further flags of train.py, such as '--grpo-clip 0.3'")
     options = parser.parse_args()
-    if importlib.util.find_spec("vllm") is None:
-        parser.error("vLLM is not installed; `make venv` installs it")
+    if options.engine_python == sys.executable and importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed; `make venv` installs it, --engine-python names another environment")
     if options.kill_at is not None and options.engines < 2:
         parser.error("--kill-at leaves no engine to sample from; add --engines 2")
+    if options.ranks is None:
+        options.ranks = 1 if options.device == "cuda" else 4
+    try:
+        options.config = byte_level(CONFIG if options.model is None else read_config(options.model))
+        megatron_flags(options.config, options.device)
+    except RefitError as error:
+        parser.error(f"--model {options.model}: {error}")
+    earlier = options.output / "vllm" / "config.json"
+    if earlier.exists() and json.loads(earlier.read_text(encoding="utf-8")) != options.config:
+        parser.error(f"--output {options.output} holds a run of another model; name another folder")
+    options.engine_gpus = ()
+    if options.device == "cuda":
+        gpus = visible_gpus()
+        needed = options.ranks + options.engines + (options.kl is not None)
+        if len(gpus) < needed:
+            parser.error(
+                f"--device cuda: {options.ranks} process(es) and the servers need {needed} GPUs; "
+                f"PyTorch sees {len(gpus)}"
+            )
+        options.engine_gpus = gpus[options.ranks :]
     return options
+
+
+def visible_gpus() -> list[str]:
+    """This machine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    number = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",")[:number] if named else list(map(str, range(number)))
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this process as an interrupt does, together with the processes that it has started."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once is enough; the others have time to end
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def main() -> int:
     """Run all phases; returns the exit status."""
     options = parse()
+    end_at_sigterm()
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     quiet()
@@ -211,30 +315,40 @@ def main() -> int:
     console, started = Console(), time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description:<6}"), BarColumn(), MofNCompleteColumn())
     runs: dict[str, list[Step]] = {}
+    number = options.engines + (options.kl is not None)
     try:
-        with Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console) as progress:
-            pretrain(folder, options.ranks, PRETRAINING, progress)
+        with (
+            Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console) as progress,
+            engines(folder / "vllm", options.config, number, options.engine_gpus, options.engine_python) as servers,
+        ):
+            for _ in pretrain(folder, options, progress):
+                servers.look()
             task = progress.add_task("vLLM", total=1, note="")
-            has_reference = options.kl is not None
-            with engines(folder / "vllm", options.engines + has_reference) as servers:
-                progress.update(task, completed=1)
-                urls, reference = servers.urls[: options.engines], "".join(servers.urls[options.engines :])
-                if reference:
-                    push_checkpoint(folder, reference)
-                for name, stale in (("GRPO", False), ("without pushes", True))[: 1 + options.stale]:
-                    steps = runs.setdefault(name, [])
-                    for step in train(folder, urls, reference, options, progress, stale=stale):
-                        steps.append(step)
-                        if step.number == options.kill_at and not stale:
-                            servers.kill(urls[-1])
-                            console.print(f"{urls[-1]} is killed, and starts again", highlight=False)
+            servers.wait()
+            progress.update(task, completed=1)
+            urls, reference = servers.urls[: options.engines], "".join(servers.urls[options.engines :])
+            if reference:
+                push_checkpoint(folder, reference)
+            for name, stale in (("GRPO", False), ("without pushes", True))[: 1 + options.stale]:
+                steps = runs.setdefault(name, [])
+                for step in train(folder, urls, reference, options, progress, stale=stale):
+                    steps.append(step)
+                    servers.look()
+                    if step.number == options.kill_at and not stale:
+                        servers.kill(urls[-1])
+                        console.print(f"{urls[-1]} is killed, and starts again", highlight=False)
+            servers.wait()
     except (QuickstartError, ServerError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 1
     for name, steps in runs.items():
-        console.print(table(steps, f"{name}, {options.ranks} processes, {options.engines} engine(s)"))
-    plot(runs, folder / "grpo.png")
-    console.print(f"{folder / 'grpo.png'} shows each step; {time.monotonic() - started:.0f} s in all", highlight=False)
+        console.print(table(steps, f"{name}, {options.ranks} process(es), {options.engines} engine(s)"))
+    took = f"{time.monotonic() - started:.0f} s in all"
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print(f"no plot, as matplotlib is not installed; {took}", highlight=False)
+    else:
+        plot(runs, folder / "grpo.png")
+        console.print(f"{folder / 'grpo.png'} shows each step; {took}", highlight=False)
     return 0
 
 

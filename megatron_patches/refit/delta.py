@@ -10,12 +10,16 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.ports import Bits, Bytes, Memory
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,9 @@ class Base:
 
 
 class Snapshot:
-    """A trainer rank's copy of the last version that it sent. One copy, whatever the number of engines.
+    """A trainer rank's copy of the last version that it sent, where the weights are: on the host, or on their GPU.
+
+    One copy, whatever the number of engines. On a GPU, work on the caller's stream makes it.
 
     Attributes:
         base: the copy; None before the first one, or if there is no memory for it.
@@ -54,7 +60,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.base: Base | None = None
-        self._copies: dict[str, Bits] = {}
+        self._copies: dict[str, Bits | torch.Tensor] = {}
 
     def take(self, version: int, memory: Memory) -> None:
         """Copies a version.
@@ -62,28 +68,35 @@ class Snapshot:
         Args:
             version: number of the weights.
             memory: the rank's storages, by name.
-
-        Raises:
-            TransferError: if a storage is not a flat array.
         """
+        import torch
+
         self.base = None
         try:
-            for name, storage in memory.items():
-                if not isinstance(storage, np.ndarray):
-                    raise TransferError(f"{name} is on {storage.device}; deltas need weights in host memory")
-                if name not in self._copies or self._copies[name].nbytes != storage.nbytes:
-                    self._copies[name] = np.empty_like(storage)
-                np.copyto(self._copies[name], storage)
-        except MemoryError as error:
-            self._copies.clear()
+            self._copies = {name: _copied(storage, self._copies.get(name)) for name, storage in memory.items()}
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            self._copies = {}
             logger.warning("refit: the version after %d travels whole, for lack of a copy: %s", version, error)
             return
-        self.base = Base(version, self._copies)
+        self.base = Base(version, cast("Memory", self._copies))
 
     def drop(self) -> None:
         """Frees the copy."""
         self.base = None
-        self._copies.clear()
+        self._copies = {}
+
+
+def _copied(storage: Bits | torch.Tensor, into: Bits | torch.Tensor | None) -> Bits | torch.Tensor:
+    """A copy of a storage: in ``into``, if that has the same form, otherwise in new memory."""
+    if isinstance(storage, np.ndarray):
+        if not (isinstance(into, np.ndarray) and into.dtype == storage.dtype and into.size == storage.size):
+            return storage.copy()
+        np.copyto(into, storage)
+        return into
+    held = storage.detach()
+    if into is None or isinstance(into, np.ndarray) or into.dtype != held.dtype or into.numel() != held.numel():
+        return held.clone()
+    return into.copy_(held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +120,19 @@ def delta_bytes(changed: int, count: int, width: int) -> int:
         count: number of all elements.
         width: bytes per element.
     """
-    return _places_at(changed, width) + _place_bytes(changed, count)
+    return places_at(changed, width) + _place_bytes(changed, count)
+
+
+def delta_of(base: int, changed: int, count: int, width: int) -> Delta | None:
+    """What a payload holds; None if it holds all elements, because changes would not take less memory.
+
+    Args:
+        base: number of the base version.
+        changed: number of changed elements.
+        count: number of all elements.
+        width: bytes per element.
+    """
+    return Delta(base, changed) if delta_bytes(changed, count, width) < count * width else None
 
 
 def encode(elements: Bytes, base: Bytes, width: int) -> int | None:
@@ -136,10 +161,11 @@ def encode(elements: Bytes, base: Bytes, width: int) -> int | None:
         found = np.flatnonzero(differs[low : low + _CHUNK])
         new[done : done + found.size] = new[low : low + _CHUNK][found]
         done += found.size
-        if _is_indexed(changed, new.size):
+        if is_indexed(changed, new.size):
             places.append((found + low).astype(np.uint32))
-    where = elements[_places_at(changed, width) : delta_bytes(changed, new.size, width)]
-    if _is_indexed(changed, new.size):
+    elements[changed * width : places_at(changed, width)] = 0
+    where = elements[places_at(changed, width) : delta_bytes(changed, new.size, width)]
+    if is_indexed(changed, new.size):
         where.view(np.uint32)[...] = np.concatenate(places)
     else:
         where[...] = np.packbits(differs)
@@ -164,8 +190,8 @@ def decode(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
             f"{payload.size} bytes came for {changed} changed elements of {into.size}, each of {width} bytes"
         )
     values = payload[: changed * width].view(f"u{width}")
-    where = payload[_places_at(changed, width) :]
-    if _is_indexed(changed, into.size):
+    where = payload[places_at(changed, width) :]
+    if is_indexed(changed, into.size):
         _put_indexed(values, where.view(np.uint32), into)
     else:
         _put_mapped(values, where, into)
@@ -194,15 +220,15 @@ def _put_mapped(values: Bits, bitmap: Bytes, into: Bits) -> None:
         raise TransferError(f"a bitmap marks {done + marked} of {into.size} elements as changed; {values.size} came")
 
 
-def _is_indexed(changed: int, count: int) -> bool:
-    """Whether places travel as indices."""
+def is_indexed(changed: int, count: int) -> bool:
+    """Whether places travel as indices, of ``changed`` elements among ``count``."""
     return count <= 1 << 32 and _INDEX_BYTES * changed <= -(-count // 8)
 
 
 def _place_bytes(changed: int, count: int) -> int:
-    return _INDEX_BYTES * changed if _is_indexed(changed, count) else -(-count // 8)
+    return _INDEX_BYTES * changed if is_indexed(changed, count) else -(-count // 8)
 
 
-def _places_at(changed: int, width: int) -> int:
-    """First byte of the places; aligned to an index."""
+def places_at(changed: int, width: int) -> int:
+    """First byte of the places, aligned to an index. Bytes before it that hold no element are 0."""
     return -(-changed * width // _INDEX_BYTES) * _INDEX_BYTES

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from megatron_patches.refit.device_tables import VALUES, Part, Shape, describe
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Places, Spot, host_bytes
-from megatron_patches.refit.staging import Lease, StagingPool
+from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Places, Spot, Writing, host_bytes
+from megatron_patches.refit.staging import Room, StagingPool
 
 _MASK = (1 << 64) - 1
 _VECTOR_BYTES = 16  # what the kernel reads at a time if everything is aligned to it
@@ -57,12 +57,19 @@ class DevicePort:
         memory: the storages by name, flat tensors whose elements are as wide as the manifest says.
         where: owner of the storages, for messages, such as "source rank 3".
         pool: pool of the buffer for payloads on the host; None if there are none.
+        beside: a port of the same device whose work and this one's are done in the order in which they are given.
 
     Raises:
         TransferError: if the storages are on several devices, or Triton is missing.
     """
 
-    def __init__(self, memory: Mapping[str, torch.Tensor], where: str, pool: StagingPool | None = None) -> None:
+    def __init__(
+        self,
+        memory: Mapping[str, torch.Tensor],
+        where: str,
+        pool: StagingPool | None = None,
+        beside: DevicePort | None = None,
+    ) -> None:
         if importlib.util.find_spec("triton") is None:
             raise TransferError(f"the storages on {where} are packed by a Triton kernel: pip install triton")
         self._where, self._pool = where, pool
@@ -71,11 +78,13 @@ class DevicePort:
         self._forms: Mapping[str, tuple[int, int, torch.dtype]] = {}
         self._checked: WeakKeyDictionary[Batch, tuple[tuple[str, ...], object]] = WeakKeyDictionary()
         self._device = _device_of(memory, where)
+        if beside is not None and self._device != beside._device:
+            raise TransferError(f"the storages on {where} lie on {self._device}, and others on {beside._device}")
         self._stream: Any = None
-        self._bounce: Lease[torch.Tensor] | None = None
+        self._bounce = self.room(pool)
         self._compiled: WeakKeyDictionary[Batch, _Compiled] = WeakKeyDictionary()
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device) if beside is None else beside._stream
         self._origin = torch.empty(_VECTOR_BYTES, dtype=torch.uint8, device=self._device)
         self.renew(memory)
 
@@ -84,8 +93,9 @@ class DevicePort:
         """See :class:`megatron_patches.refit.ports.Port`."""
         return self._stream is not None
 
-    def renew(self, memory: Mapping[str, torch.Tensor]) -> None:
+    def renew(self, memory: Mapping[str, torch.Tensor], writing: Writing | None = None) -> None:
         """See :class:`megatron_patches.refit.ports.Port`; waits for the work on the caller's stream."""
+        self._writing = writing
         if _device_of(memory, self._where) != self._device:
             raise TransferError(f"the storages on {self._where} have moved from {self._device} to another device")
         self._memory = memory
@@ -101,29 +111,35 @@ class DevicePort:
 
     def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.ports.Port`."""
-        with self._on_stream():
-            target, crossing = self._near(payload)
+        with self.on_stream():
+            target, crossing = self.near(payload)
             digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
             self._launch("PACK", batch, target, digests)
             if crossing:
-                _from_host(payload).copy_(target, non_blocking=True)
-            return self._digests(digests)
+                from_host(payload).copy_(target, non_blocking=True)
+            return self.to_host(digests)
+
+    def copy_out(self, batch: Batch, payload: torch.Tensor) -> None:
+        """See :class:`megatron_patches.refit.ports.Port`."""
+        with self.on_stream():
+            digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
+            self._launch("PACK", batch, payload, digests)  # memory limits it: digests take no longer
 
     def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
         """See :class:`megatron_patches.refit.ports.Port`."""
-        with self._on_stream():
-            source, crossing = self._near(payload)
+        with self.on_stream():
+            source, crossing = self.near(payload)
             if crossing:
-                source.copy_(_from_host(payload), non_blocking=True)
+                source.copy_(from_host(payload), non_blocking=True)
             self._launch("UNPACK", batch, source, None)
             return _Ended(self._record())
 
     def digest(self, batch: Batch) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.ports.Port`."""
-        with self._on_stream():
+        with self.on_stream():
             digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
             self._launch("DIGEST", batch, None, digests)
-            return self._digests(digests)
+            return self.to_host(digests)
 
     def places(self, batch: Batch) -> Sequence[Spot]:
         """See :class:`megatron_patches.refit.ports.Port`."""
@@ -140,10 +156,36 @@ class DevicePort:
         """Waits for work under way, returns the buffer, and drops the storages."""
         if self._stream is not None:
             self._stream.synchronize()
-        self._memory = {}
-        if self._bounce is not None:
-            self._bounce.release()
-            self._bounce = None
+        self._memory, self._writing = {}, None
+        self._bounce.close()
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Makes the port's stream the current one, in whose order its work is done."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def room(self, pool: StagingPool | None) -> Room[torch.Tensor]:
+        """A buffer of bytes on the device."""
+        return Room(pool, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
+
+    def near(self, payload: Payload) -> tuple[torch.Tensor, bool]:
+        """The payload itself, or a buffer of its size on the device and True, if its content must be copied across.
+
+        The buffer is the same for all payloads: the next one may use it when the work given so far has ended.
+        """
+        if isinstance(payload, torch.Tensor) and payload.device == self._device:
+            return payload, False
+        if self._device.type == "cpu":
+            return from_host(payload), False
+        return self._bounce.of(len(payload))[: len(payload)], True
+
+    def to_host(self, numbers: torch.Tensor) -> Numbers:
+        """Queues a copy of int64 numbers to the host."""
+        if self._stream is None:
+            return Numbers(numbers, None)
+        with self.on_stream():
+            host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            return Numbers(host, self._record())
 
     def _launch(self, move: str, batch: Batch, payload: torch.Tensor | None, digests: torch.Tensor | None) -> None:
         """Launches the kernel for a batch on the current stream, once for each shape of its boxes."""
@@ -164,7 +206,10 @@ class DevicePort:
     def _compile(
         self, batch: Batch, payload: torch.Tensor | None
     ) -> Iterator[tuple[Shape, torch.Tensor, torch.Tensor]]:
-        """Shape, table and tiles of each launch for a batch; recomputed if memory has moved."""
+        """Shape, table and tiles of each launch for a batch; recomputed if memory has moved.
+
+        The current stream waits until the memory is written.
+        """
         past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
         found = self._compiled.get(batch)
         names = found.names if found is not None else sorted({piece.view.storage for piece in batch.pieces})
@@ -184,6 +229,8 @@ class DevicePort:
                 moved[:, VALUES] += origins[part.storages] // part.shape.width
                 tables.append(self._upload(moved))
             found.addresses, found.tables = addresses, tables
+        if self._writing is not None:
+            self._writing.await_written(names)
         for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
             yield part.shape, table, tiles
 
@@ -191,34 +238,8 @@ class DevicePort:
         """Copies an array to the device. Synchronous, because it happens once."""
         return torch.from_numpy(array).to(self._device)
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def _record(self) -> Any:
         return None if self._stream is None else self._stream.record_event()
-
-    def _digests(self, digests: torch.Tensor) -> _Digests:
-        """Queues a copy of digests to the host after their computation."""
-        if self._stream is None:
-            return _Digests(digests, None)
-        host = torch.empty(digests.shape, dtype=torch.int64, pin_memory=True)
-        host.copy_(digests, non_blocking=True)
-        return _Digests(host, self._record())
-
-    def _near(self, payload: Payload) -> tuple[torch.Tensor, bool]:
-        """The payload itself, or a buffer of its size on the device and True, if its content must be copied across."""
-        if isinstance(payload, torch.Tensor) and payload.device == self._device:
-            return payload, False
-        if self._device.type == "cpu":
-            return _from_host(payload), False
-        nbytes = len(payload)
-        if self._bounce is None or self._bounce.nbytes < nbytes:
-            if self._bounce is not None:
-                self._bounce.release()
-                self._bounce = None  # stream order protects work that still uses it
-            pool = self._pool or StagingPool(nbytes)
-            self._bounce = pool.lease(nbytes, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
-        return self._bounce.buffer[:nbytes], True
 
     def _check(self, piece: Piece) -> None:
         """Raises TransferError if a storage differs from its description in the manifest."""
@@ -256,19 +277,21 @@ class _Ended:
             self._event.synchronize()
 
 
-class _Digests(_Ended):
-    """Digests that a device computes."""
+class Numbers(_Ended):
+    """Numbers of 64 bits, unsigned, that a device computes."""
 
-    def __init__(self, digests: torch.Tensor, event: Any) -> None:
+    def __init__(self, numbers: torch.Tensor, event: Any) -> None:
         super().__init__(event)
-        self._digests = digests
+        self._numbers = numbers
 
     def result(self) -> list[int]:  # type: ignore[override]
+        """Waits for them."""
         super().result()
-        return [value & _MASK for value in self._digests.tolist()]
+        return [value & _MASK for value in self._numbers.tolist()]
 
 
-def _from_host(payload: Payload) -> torch.Tensor:
+def from_host(payload: Payload) -> torch.Tensor:
+    """A payload on the host as a tensor of bytes that shares its memory."""
     if isinstance(payload, torch.Tensor):
         return payload
     with warnings.catch_warnings():

@@ -279,7 +279,8 @@ class _Job:
             return
         self._together(lambda: quantizer.measure(memory))
         quantizer.agree()
-        self._together(lambda: quantizer.cast(memory))
+        quantizer.cast(memory)
+        self._together(quantizer.check)
         self._memory = {**memory, **quantizer.quantized}
 
     def _config(self, family: ModelFamily, plan: Plan) -> Mapping[str, object]:

@@ -36,18 +36,31 @@ class Packet:
 
 
 class Packing:
-    """A packet whose boxes are being packed, or only digested."""
+    """A packet whose boxes are being packed, or only digested.
 
-    def __init__(self, packet: Packet, load: Load, digests: Pending[list[int]]) -> None:
-        self._packet, self.load, self._digests = packet, load, digests
+    Args:
+        packet: the packet, with room for all elements of a packed load.
+        load: what it carries.
+        digests: of the boxes.
+        delta: what its payload will hold instead of all elements.
+    """
+
+    def __init__(
+        self, packet: Packet, load: Load, digests: Pending[list[int]], delta: Pending[Delta | None] | None = None
+    ) -> None:
+        self._packet, self.load, self._digests, self._delta = packet, load, digests, delta
 
     def done(self) -> bool:
         """Whether the packet is ready to send."""
-        return self._digests.done()
+        return self._digests.done() and (self._delta is None or self._delta.done())
 
     def result(self) -> Packet:
         """Waits until the packet is ready, and returns it."""
-        return replace(self._packet, digests=self._digests.result())
+        packet = replace(self._packet, digests=self._digests.result())
+        if self._delta is None:
+            return packet
+        delta = self._delta.result()
+        return replace(packet, payload=packet.payload[: payload_bytes(self.load, delta)], delta=delta)
 
 
 def payload_bytes(load: Load, delta: Delta | None) -> int:

@@ -9,7 +9,7 @@ Memories are flat arrays of unsigned integers as wide as the elements: bits are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -183,6 +183,20 @@ class Batch:
     pieces: tuple[Piece, ...]
 
 
+class Writing(Protocol):
+    """What is still writing to storages, on a GPU, when they are looked up."""
+
+    def await_written(self, storages: Collection[str]) -> None:
+        """Makes the current stream wait until these storages are written. Any thread may call it."""
+
+    def confirm(self) -> None:
+        """Waits until all are written.
+
+        Raises:
+            RefitError: if what was written must not serve.
+        """
+
+
 class Port(Protocol):
     """One party's storages."""
 
@@ -190,11 +204,12 @@ class Port(Protocol):
     def asynchronous(self) -> bool:
         """Whether work may still be running when a method returns, so that queueing more at once blocks nothing."""
 
-    def renew(self, memory: Any) -> None:
+    def renew(self, memory: Any, writing: Writing | None = None) -> None:
         """Switches to the memory of another version. All work on the last one must have ended.
 
         Args:
             memory: the storages, by name, of the same kind as before.
+            writing: what is still writing to them; None if they are written.
 
         Raises:
             TransferError: if their kind differs.
@@ -209,6 +224,9 @@ class Port(Protocol):
         Raises:
             TransferError: if a storage differs from its description in the manifest.
         """
+
+    def copy_out(self, batch: Batch, payload: Any) -> None:
+        """What :meth:`pack` copies, without digests, to a payload in this port's kind of memory. Raises as it."""
 
     def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
         """Copies boxes out of a payload, which may be overwritten once this has ended. Raises as :meth:`pack`."""
@@ -243,8 +261,9 @@ class HostPort:
         self._where = where
         self.renew(memory)
 
-    def renew(self, memory: Memory) -> None:
-        """See :class:`Port`."""
+    def renew(self, memory: Memory, writing: Writing | None = None) -> None:
+        """See :class:`Port`. On the host, nothing is written meanwhile."""
+        del writing
         self._memory = {name: self._array(name, storage) for name, storage in memory.items()}
 
     def _array(self, name: str, storage: Bits | torch.Tensor) -> Bits:
@@ -270,7 +289,7 @@ class HostPort:
         return Done(digests)
 
     def copy_out(self, batch: Batch, payload: Bytes) -> None:
-        """What :meth:`pack` copies, without digests."""
+        """See :class:`Port`."""
         for piece in batch.pieces:
             np.copyto(_packed(payload, piece), elements(piece.view, self._memory, piece.dtype, self._where))
 

@@ -26,7 +26,7 @@ _HELP: Mapping[str, str] = MappingProxyType(
         "sleeping": "what a push does with an engine that sleeps at level 1 or 2: refuse it, wake it, or wake it and "
         "restore its sleep, at level 1",
         "payload": "what travels: whole versions, or delta, which sends only elements that changed since the version "
-        "that an engine serves and keeps a copy of the weights in every rank; on CPUs only",
+        "that an engine serves and keeps a copy of the weights in every rank, beside them",
         "weight_format": "format of the weights that engines load and receive: as they are trained, or fp8_block, "
         "which quantizes linear layers with a scale for each block of 128 x 128",
         "host": "address of the trainer's first machine that engines reach",

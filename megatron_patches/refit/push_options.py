@@ -66,7 +66,7 @@ class RefitOptions:
         memory: where workers receive new weights: beside the serving ones, or in their memory.
         sleeping: what a push does with an engine that sleeps. To wake it, ``memory`` must be beside.
         payload: what a version travels as: whole, or what changed since the version that an engine serves. For the
-            latter, every rank keeps a copy of its weights of the last version. Only for weights in host memory.
+            latter, every rank keeps a copy of its weights of the last version, on a GPU if they are there.
         weight_format: the format of the weights that engines receive; the same as that of the engines' own checkpoints.
         host: address at which engines can reach this process.
         allow_narrowing: whether an engine may keep a weight in a dtype that cannot hold every value of the trainer's,

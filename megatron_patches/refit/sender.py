@@ -8,19 +8,18 @@ base (the module ``delta``). Digests are those of all elements either way. Trans
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
 
-from megatron_patches.refit.base_copy import BaseCopy
-from megatron_patches.refit.delta import Base, Delta, encode
+from megatron_patches.refit.base_copy import BaseCopy, renewed
+from megatron_patches.refit.delta import Base
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.loads import Load, LoadKey, Terms, cut_into_loads
-from megatron_patches.refit.packets import Packet, Packing, payload_bytes
+from megatron_patches.refit.packets import Packet, Packing
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.port_choice import open_port
-from megatron_patches.refit.ports import Batch, Memory, Payload, Shared, Spot, host_bytes
+from megatron_patches.refit.ports import Batch, Memory, Payload, Shared, Spot, Writing
 from megatron_patches.refit.staging import StagingPool
 
 _GROWTH = 3  # factor by which groups of loads that are digested together grow
@@ -53,7 +52,8 @@ class Sender:
     ) -> None:
         self._plan, self._rank, self._pool = plan, rank, pool
         self._port = open_port(memory, f"source rank {rank}", pool)
-        self._base: BaseCopy | None = None
+        self._base: BaseCopy | None = None  # of the version under way
+        self._kept: BaseCopy | None = None  # the same, or that of an earlier version: ports cache what they compute
         shapes = {spec.name: spec.shape for spec in plan.tensors}
         mine = cut_into_loads((item for item in plan.transfers if item.source == rank), terms)
         links = list(mine.items())
@@ -62,13 +62,17 @@ class Sender:
         self._waves: dict[tuple[LoadKey, ...], Batch] = {}
         self._batches = {load.key: load.batch(shapes, read=True) for loads in self.loads.values() for load in loads}
 
-    def renew(self, memory: Memory) -> None:
+    def renew(self, memory: Memory, writing: Writing | None = None) -> None:
         """Switches to the current storages, for the next version.
+
+        Args:
+            memory: the storages, by name.
+            writing: what is still writing to them; None if they are written.
 
         Raises:
             TransferError: if their kind of memory has changed.
         """
-        self._port.renew(memory)
+        self._port.renew(memory, writing)
 
     def relate_to(self, base: Base | None) -> None:
         """Sends packed loads as what differs from a base, where that is less; or all of them whole.
@@ -77,9 +81,11 @@ class Sender:
             base: what all destinations hold; None if that is not known.
 
         Raises:
-            TransferError: if the base is not in host memory.
+            TransferError: if the base is in another kind of memory than the storages.
         """
-        self._base = None if base is None else BaseCopy(base, f"source rank {self._rank}", self._pool)
+        self._base = None
+        if base is not None:
+            self._base = self._kept = renewed(self._kept, base, self._port, f"source rank {self._rank}", self._pool)
 
     def waves(self) -> Iterator[tuple[Load, ...]]:
         """The direct loads of all destinations, interleaved, in groups to be digested together.
@@ -108,14 +114,10 @@ class Sender:
         """Starts to pack a load into ``payload``, which must be large enough; raises as :meth:`pack`."""
         self._check_types(load)
         payload, batch = payload[: load.nbytes], self._batches[load.key]
-        digests = self._port.pack(batch, payload)
         packet = self._packet(load, version, payload)
-        if self._base is not None:
-            changed = encode(host_bytes(payload), self._base.packed(batch, load.nbytes), load.width)
-            if changed is not None:
-                delta = Delta(self._base.version, changed)
-                packet = replace(packet, payload=payload[: payload_bytes(load, delta)], delta=delta)
-        return Packing(packet, load, digests)
+        if self._base is None:
+            return Packing(packet, load, self._port.pack(batch, payload))
+        return Packing(packet, load, *self._base.pack(load, batch, payload))
 
     def digest(self, loads: tuple[Load, ...], version: int) -> list[Packing]:
         """Starts to digest direct loads together; their packets have no payload. Raises as :meth:`pack`."""

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from megatron_patches.refit.source.fp8_block import Fp8BlockSource
+
 __all__ = ["EngineReport", "Fate", "OnEngineFailure", "PushReport", "RefitOptions", "RefitSession"]
 
 
@@ -66,7 +68,7 @@ class RefitSession:
 
     Raises:
         UnsupportedModelError: if a module has no configuration and none is given.
-        ValueError: if the arguments are of different kinds of models, or deltas are asked for of weights on a GPU.
+        ValueError: if the arguments are of different kinds of models.
     """
 
     def __init__(
@@ -85,17 +87,13 @@ class RefitSession:
         source = source_of(model, vocab_size, config, tp_group)
         self._options = options or RefitOptions()
         self._sends_deltas = self._options.payload is PayloadKind.DELTA
-        if self._sends_deltas and source.device.type != "cpu":
-            raise ValueError(
-                f"payload is delta and the weights are on {source.device}; changes are found in host memory "
-                "only: send weights on GPUs with payload whole"
-            )
         self._snapshot = Snapshot()
         self.exchange = default_exchange(group)
+        self._quantizing: Fp8BlockSource | None = None
         if self._options.weight_format.is_quantized:
             from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 
-            source = Fp8BlockSource(source, self._options.weight_format, self.exchange)
+            source = self._quantizing = Fp8BlockSource(source, self._options.weight_format, self.exchange)
         self._source = KVScaleSource(source)
         self._subscriptions = Subscriptions(self.exchange, self._options)
         self._coordinator = self._subscriptions.coordinator
@@ -337,15 +335,17 @@ class RefitSession:
 
     def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription]) -> None:
         """Sends this rank's part of a version to engines."""
-        look_up = Once(self._source.look_up)
+        look_up, quantizing = Once(self._source.look_up), self._quantizing
         if trainer.stream is not None:  # what subscriptions give a GPU comes after what this thread has given it
             import torch
 
             trainer.stream.wait_stream(torch.cuda.current_stream(trainer.stream.device))
         for turn in self._turns(taking):
             for one in turn:
-                one.send(version, look_up, self._snapshot.base)
+                one.send(version, look_up, self._snapshot.base, quantizing)
             await_all({number: one.sent for number, one in enumerate(turn)})
+        if quantizing is not None:
+            quantizing.finish()
         if self._sends_deltas and any(one.sent.exception() is None for one in taking.values()):
             self._snapshot.take(version, look_up())
 

@@ -92,6 +92,32 @@ class Lease[T]:
             self._pool._give_back(self.nbytes)
 
 
+class Room[T]:
+    """A buffer that is leased when it is first needed, and again when more is.
+
+    Args:
+        pool: pool of the buffer; None to allocate it.
+        make: allocates it.
+    """
+
+    def __init__(self, pool: StagingPool | None, make: Callable[[int], T]) -> None:
+        self._pool, self._make = pool, make
+        self._lease: Lease[T] | None = None
+
+    def of(self, nbytes: int) -> T:
+        """The buffer, of at least this size. Valid until a larger one is asked for."""
+        if self._lease is None or self._lease.nbytes < nbytes:
+            self.close()
+            self._lease = (self._pool or StagingPool(nbytes)).lease(nbytes, self._make)
+        return self._lease.buffer
+
+    def close(self) -> None:
+        """Returns the buffer to the pool."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+
 def slot_bytes(limit_bytes: int, links: int, extra: int = 0) -> int:
     """Size of a slot such that all slots of a party fit its budget.
 

@@ -28,7 +28,7 @@ from megatron_patches.refit.parties.messages import (
 )
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.ports import Memory, Writing
 from megatron_patches.refit.push_options import EngineReport, Fate
 from megatron_patches.refit.take import Meeting, Take
 from megatron_patches.refit.telemetry import cost_of
@@ -198,16 +198,23 @@ class Subscription:
             return self._take.awaited
         return self._control.rendezvous.awaited
 
-    def send(self, version: int, look_up: Callable[[], Memory], base: Base | None = None) -> None:
+    def send(
+        self,
+        version: int,
+        look_up: Callable[[], Memory],
+        base: Base | None = None,
+        writing: Writing | None = None,
+    ) -> None:
         """Starts to send a version, once the last one has been committed or given up. The engine commits it by itself.
 
         Args:
             version: number of the weights.
             look_up: see :meth:`megatron_patches.refit.parties.source.SourceParty.push`.
             base: an earlier version, of which only changes are sent if the engine serves it; None to send all.
+            writing: what is still writing to the weights' memory, on a GPU.
         """
         self._take = None
-        self.sent = sent = self._run(lambda: self._send(version, look_up, base))
+        self.sent = sent = self._run(lambda: self._send(version, look_up, base, writing))
         self.served = self._ended = self._serve_after(sent, version)
 
     def follow(self, version: int) -> None:
@@ -379,7 +386,7 @@ class Subscription:
         if self._control is not None and self._assembly is not None:
             self._control.record(self._assembly)
 
-    def _send(self, version: int, look_up: Callable[[], Memory], base: Base | None) -> Moved:
+    def _send(self, version: int, look_up: Callable[[], Memory], base: Base | None, writing: Writing | None) -> Moved:
         self.joined.result(0)
         known, self._base = self._base, -1
         party, assembly, control = self.party, self._assembly, self._control
@@ -397,7 +404,8 @@ class Subscription:
             return look_up()
 
         try:
-            moved = party.push(version, begin, base if base is not None and base.version == known else None)
+            since = base if base is not None and base.version == known else None
+            moved = party.push(version, begin, since, writing=writing)
         except Exception as error:
             reason = describe_error(error) + ("" if control is None else control.left_asleep)
             self._fail(version, reason)

@@ -9,22 +9,23 @@ plan, and compares digests.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_patches.refit.base_copy import BaseCopy
-from megatron_patches.refit.delta import Base, Delta, decode
+from megatron_patches.refit.base_copy import BaseCopy, renewed
+from megatron_patches.refit.delta import Base, Delta
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.loads import Load, LoadKey, Terms, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.packets import Packet, payload_bytes
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.port_choice import open_port
-from megatron_patches.refit.ports import Batch, Bytes, Done, Memory, Pending, Piece, Port, Spot, host_bytes
+from megatron_patches.refit.ports import Batch, Done, Memory, Pending, Piece, Port, Spot
 from megatron_patches.refit.staging import StagingPool
 
 
@@ -62,7 +63,8 @@ class Unpacker:
         )
         self._version = 0
         self._port: Port | None = None
-        self._base: BaseCopy | None = None
+        self._base: BaseCopy | None = None  # of the version under way
+        self._kept: BaseCopy | None = None  # the same, or that of an earlier version: ports cache what they compute
         self._arrived: dict[LoadKey, Sequence[int]] = {}  # digests as sent
 
     @property
@@ -79,14 +81,16 @@ class Unpacker:
             base: what packets may be relative to; its memory may be ``memory``. None if all must be whole.
 
         Raises:
-            TransferError: if the kind of memory differs from that of an earlier version, or the base is on a device.
+            TransferError: if the kind of memory differs from that of an earlier version, or that of the base.
         """
-        self._base = None if base is None else BaseCopy(base, self._here, self._pool)
         self._version, self._arrived = version, {}
         if self._port is None:
             self._port = open_port(memory, f"destination rank {self._manifest.rank}", self._pool)
         else:
             self._port.renew(memory)
+        self._base = None
+        if base is not None:
+            self._base = self._kept = renewed(self._kept, base, self._port, self._here, self._pool)
 
     def load_of(self, announced: Packet) -> Load:
         """The planned load of an announced packet.
@@ -124,28 +128,26 @@ class Unpacker:
                     f"packet {packet.number} from source rank {packet.source}, to {self._here}, has {came} {what} and "
                     f"not the {planned} planned"
                 )
-        payload = packet.payload if packet.delta is None else self._completed(packet, packet.delta, load)
+        if packet.delta is not None:
+            unpacking = self._complete(packet, packet.delta, load)
+        elif load.direct:
+            unpacking = Done(None)
+        else:
+            unpacking = self._open.unpack(self._batches[load.key], packet.payload)
         self._arrived[load.key] = packet.digests
-        if load.direct:
-            return Done(None)
-        return self._open.unpack(self._batches[load.key], payload)
+        return unpacking
 
-    def _completed(self, packet: Packet, delta: Delta, load: Load) -> Bytes:
-        """All elements of a load of which the changed ones have arrived. Valid until the next call."""
+    def _complete(self, packet: Packet, delta: Delta, load: Load) -> Pending[None]:
+        """Starts to unpack a load of which the changed elements have arrived."""
         if self._base is None or self._base.version != delta.base:
             held = "none" if self._base is None else f"version {self._base.version}"
             raise TransferError(
                 f"source rank {packet.source} sent {self._here}, which holds {held}, what changed since version "
                 f"{delta.base}"
             )
-        found = self._base.packed(self._batches[load.key], load.nbytes)
-        try:
-            decode(host_bytes(packet.payload), delta.changed, found, load.width)
-        except TransferError as error:
-            raise TransferError(
-                f"packet {packet.number} from source rank {packet.source}, to {self._here}: {error}"
-            ) from error
-        return found
+        what = f"packet {packet.number} from source rank {packet.source}, to {self._here}"
+        with _named(what):
+            return _Named(self._base.unpack(load, self._batches[load.key], packet.payload, delta.changed), what)
 
     @property
     def _here(self) -> str:
@@ -236,6 +238,30 @@ class Unpacker:
             f"{placement.box} in {placement.view.storage} of destination rank {self._manifest.rank} has digest "
             f"{found:016x}, but source ranks {sources} sent {expected:016x}; version {self._version} is not taken"
         )
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Adds what is being unpacked to an error."""
+    try:
+        yield
+    except TransferError as error:
+        raise TransferError(f"{what}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Work whose errors say what is being unpacked."""
+
+    work: Pending[None]
+    what: str
+
+    def done(self) -> bool:
+        return self.work.done()
+
+    def result(self) -> None:
+        with _named(self.what):
+            self.work.result()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,3 +47,16 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
     for answers in run_on_gpus(bodies.refused, 2, args=("",)):
         assert set(answers) == {"alignment", "delayed", "one-dimensional"}
         assert answers["delayed"].startswith("weight is used with a DelayedScaling recipe: its scales come from")
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("recipe", bodies.EMULATED)
+@pytest.mark.parametrize("kind", bodies.KINDS)
+def test_modules_in_nvfp4_equal_whole_ones_in_the_emulation(
+    world_size: int, transport: str, recipe: str, kind: str
+) -> None:
+    """NVFP4, which Hopper cannot multiply: the GEMMs are Transformer Engine's emulation in PyTorch."""
+    arguments = ("", recipe, kind, transport, 80)
+    found = run_on_gpus(bodies.emulated_modules_equal_whole, world_size, args=arguments)
+    assert found == [bodies.multiplied(kind)] * world_size

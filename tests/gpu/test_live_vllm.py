@@ -86,6 +86,8 @@ VARIABLES = {
 }
 NO_DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
 """Which compiles its kernels for minutes; the tests of block FP8 have it."""
+REPEATABLE = {"VLLM_BATCH_INVARIANT": "1"}
+"""vLLM's first LoRA kernel adds its 64 parts of a sum in any order otherwise (``lora/ops/triton_ops/utils.py``)."""
 
 
 class Servers:
@@ -254,7 +256,7 @@ def test_published_adapters_answer_as_those_that_a_server_loads(servers: Servers
     base, saved = tmp_path / "base", {version: tmp_path / f"saved_{version}" for version in (1, 2)}
     arguments = ("--enable-lora", "--max-lora-rank", "8")
     run_megatron(bodies.save_base, 1, BACKEND, LIMIT_S, args=(DENSE, str(base)))
-    server = servers.start(base, *arguments)
+    server = servers.start(base, *arguments, variables=REPEATABLE)
     before = bodies.state_of(server)
     paths = {version: str(path) for version, path in saved.items()}
     args = (DENSE, server.url, paths, str(tmp_path))
@@ -262,7 +264,7 @@ def test_published_adapters_answer_as_those_that_a_server_loads(servers: Servers
     assert after == before
     assert found[1].completions != found[2].completions
     named = [f"fresh{version}={path}" for version, path in paths.items()]
-    other = servers.start(base, *arguments, "--lora-modules", *named)
+    other = servers.start(base, *arguments, "--lora-modules", *named, variables=REPEATABLE)
     for version, state in found.items():
         wanted = bodies.state_of(other, f"fresh{version}")
         # Where a factor lies in a worker's memory depends on when it was loaded.

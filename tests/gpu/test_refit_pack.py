@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_patches.refit.boxes import Box, View
+from benchmarks.refit_ranks import Weights as HeldWeights
+from megatron_patches.refit import delta_kernels
+from megatron_patches.refit.boxes import Box, TensorSpec, View
+from megatron_patches.refit.delta import Base, delta_bytes
+from megatron_patches.refit.delta import encode as host_encode
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import Exchange
-from megatron_patches.refit.ports import Batch, HostPort, Piece
+from megatron_patches.refit.loads import Terms
+from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.ports import Batch, HostPort, Payload, Piece
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.unpacker import Unpacker
+from megatron_patches.refit.weight_format import WeightFormat
 from tests.gpu.devices import needs_gpus
+from tests.unit.refit.test_device_delta import (
+    FRACTIONS,
+    compare_arrays,
+    compare_loads,
+    near,
+    refuse_damage,
+    refuse_damaged_packet,
+)
 from tests.unit.refit.test_device_kernels import compare
 from tests.unit.refit.test_fp8_block import WEIGHT, held_by, run, uneven
+from tests.unit.refit.test_packets import changed_bits, dense_plan, random_bits
 
 pytestmark = needs_gpus(1)
 
@@ -92,6 +112,110 @@ def test_a_port_packs_and_unpacks_as_the_host_does(on_host: bool) -> None:
     assert torch.equal(view.tensor(fresh), view.tensor(held))
     assert pool.leased_bytes == 0
     assert pool.peak_bytes == (nbytes if on_host else 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_changes_are_found_and_put_back_as_on_the_host(seed: int) -> None:
+    compare_arrays(np.random.default_rng(seed), "cuda")
+    compare_loads(seed, FRACTIONS[seed % len(FRACTIONS)], "cuda")
+
+
+def test_damaged_changes_are_refused() -> None:
+    refuse_damage("cuda")
+    refuse_damaged_packet("cuda")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_changes_of_large_arrays(width: int, fraction: float) -> None:
+    """Thousands of blocks; with signs of zeros and patterns of not-a-numbers among the changes."""
+    count = (24 << 20) // width + 5
+    old = torch.randint(0, 256, (count * width,), dtype=torch.uint8, device="cuda")
+    marked = (torch.rand(count, device="cuda") < fraction)[:, None]
+    new = torch.where(marked, old.view(count, width) ^ 0x80, old.view(count, width)).view(-1)
+    payload, base = new.cpu().numpy(), old.cpu().numpy()
+    changed = host_encode(payload, base, width)
+    out = torch.empty_like(new)
+    found = delta_kernels.encode(new, old, width, out).item()
+    assert found == int(marked.sum())
+    if changed is None:
+        assert fraction == 1.0
+        assert torch.equal(out, new)
+        return
+    assert changed == found
+    size = delta_bytes(changed, count, width)
+    assert np.array_equal(out[:size].cpu().numpy(), payload[:size])
+    if changed:
+        assert delta_kernels.decode(out[:size], changed, old, width).tolist() == [0, changed]
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 1.0])
+def test_a_version_is_sent_relative_to_the_last_one(fraction: float, on_host: bool) -> None:
+    """By a sender and an unpacker, through slots of either kind of memory and the least of buffers."""
+    plan, (source,), wanted = dense_plan(9)
+    limit = 200
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=limit))
+    old = random_bits(9, source)
+    new = changed_bits(9, old, fraction)
+    pools = StagingPool(3 * limit), StagingPool(2 * limit)
+    sender = Sender(plan, 0, near(old, "cuda"), terms, pools[0])
+    unpacker = Unpacker(plan, wanted, terms, pools[1])
+    rooms = [near({name: np.zeros_like(bits) for name, bits in old.items()}, "cuda") for _ in range(2)]
+    for version, held, room, base in ((1, old, rooms[0], None), (2, new, rooms[1], (old, rooms[0]))):
+        sender.renew(near(held, "cuda"))
+        sender.relate_to(None if base is None else Base(1, near(base[0], "cuda")))
+        unpacker.begin(version, room, None if base is None else Base(1, base[1]))
+        for load in sender.loads[0]:
+            slot: Payload = np.zeros(limit, dtype=np.uint8)
+            if not on_host:
+                slot = torch.zeros(limit, dtype=torch.uint8, device="cuda")
+            packet = sender.pack_into(load, version, slot).result()
+            assert (packet.delta is not None) == (base is not None and fraction < 1.0)
+            unpacker.accept(packet).result()
+        unpacker.verify()
+        sender.close()
+        unpacker.close()
+    assert [pool.leased_bytes for pool in pools] == [0, 0]
+
+
+def test_loads_are_read_when_they_are_quantized() -> None:
+    """What quantizes begins 0.1 s after the loads were asked for; nothing but the last storage is waited for."""
+    shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (4096, 1024) for layer in range(24)}
+    weights = {name: uneven((4096, 1024), at % 3) for at, name in enumerate(shapes)}
+    manifest, memory = held_by(0, weights, [Box(name, (0, 0), shape) for name, shape in shapes.items()])
+    source = Fp8BlockSource(
+        HeldWeights(shapes, manifest, {name: flat.cuda() for name, flat in memory.items()}, torch.device("cuda")),
+        WeightFormat.FP8_BLOCK,
+        Exchange(),
+    )
+    held = source.describe(0).manifest
+    specs = [TensorSpec(one.box.tensor, one.box.shape, held.storage[one.view.storage].dtype) for one in held.placements]
+    plan = make_plan(specs, [held], [held])
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=5 << 20))
+    sender: Sender | None = None
+    for number in range(2):
+        with torch.cuda.stream(source.stream()):
+            for flat in source.look_up().values() if number else ():
+                cast("torch.Tensor", flat).view(torch.uint8).fill_(0x55)
+            torch.cuda._sleep(200_000_000)
+        source.settle()
+        if sender is None:
+            sender = Sender(plan, 0, source.look_up(), terms)
+        sender.renew(source.look_up(), source)
+        slots = [torch.empty(load.nbytes, dtype=torch.uint8, device="cuda") for load in sender.loads[0]]
+        packing = [sender.pack_into(load, number, slot) for load, slot in zip(sender.loads[0], slots, strict=True)]
+        if number:  # the first time, tables are uploaded in between
+            assert not packing[0].done()
+        packets = [one.result() for one in packing]
+        source.confirm()
+        source.finish()
+        sender.renew(source.look_up())
+        for load, packet, slot in zip(sender.loads[0], packets, slots, strict=True):
+            again = torch.empty_like(slot)
+            assert sender.pack_into(load, number, again).result().digests == packet.digests
+            assert torch.equal(again, slot)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])

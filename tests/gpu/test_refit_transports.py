@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec, View
+from megatron_patches.refit.delta import Base, PayloadKind
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
@@ -89,15 +90,59 @@ def manifest(rank: int, ranks: int, *, by_columns: bool, specs: Sequence[TensorS
     return Manifest(rank, "here", tuple(storages), tuple(placements))
 
 
-def memory(part: Manifest, version: int | None, device: torch.device) -> dict[str, torch.Tensor]:
+def memory(part: Manifest, version: int | None, device: torch.device, changes: int = 0) -> dict[str, torch.Tensor]:
+    """What a party holds of a version, after some changes to 3 % of the elements each."""
     found = {}
     for spec, placement, storage in zip(SPECS, part.placements, part.storages, strict=True):
         found[spec.name] = torch.zeros(storage.numel, dtype=INTEGERS[spec.dtype], device=device)
         if version is not None:
             box = placement.box
             region = tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))
-            placement.view.tensor(found[spec.name]).copy_(content(spec, version)[region])
+            whole = content(spec, version)
+            for number in range(changes):
+                rng = np.random.default_rng([number, *spec.name.encode()])
+                whole[torch.from_numpy(rng.random(spec.shape) < 0.03)] ^= 1
+            placement.view.tensor(found[spec.name]).copy_(whole[region])
     return found
+
+
+def changes_body(rank: int, world_size: int, invitation: Invitation, transport: TransportName) -> list[int]:
+    """Versions of which each changes 3 % of the last one's elements, from the first half of the ranks to the second.
+
+    Returns a source's bytes sent, by version.
+    """
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    sources = world_size // 2
+    assembly = Assembly(invitation, rank, f"party {rank}")
+    options = LinkOptions(transport=transport, staging_bytes=4 * STAGING, sources=sources, payload=PayloadKind.DELTA)
+    sent: list[int] = []
+    party: SourceParty | DestinationParty
+    is_source = rank < sources
+    part = manifest(rank if is_source else rank - sources, sources, by_columns=not is_source)
+    before: Base | None = None
+    if is_source:
+        party = SourceParty(assembly, options, str(device))
+        party.prepare(lambda: Held({}, {spec.name: spec.shape for spec in SPECS}, part))
+    else:
+        party = DestinationParty(assembly, options, str(device))
+        party.prepare(lambda _: part)
+    for version in VERSIONS:
+        expected = memory(part, 0, device, version)
+        if isinstance(party, SourceParty):
+            moved = party.push(version, lambda: expected, before)  # noqa: B023 - called at once
+            sent.append(moved.bytes_by_source[rank])
+            before = Base(version, {name: held.clone() for name, held in expected.items()})
+        else:
+            room = memory(part, None, device)
+            step = assembly.next_step
+            received = party.receive(version, step, version > 1, lambda: room, base=lambda: before)  # noqa: B023
+            for name, found in expected.items():
+                assert torch.equal(torch.as_tensor(received[name]), found), name
+            before = Base(version, received)
+    party.close()
+    assert party.staging.leased_bytes == 0
+    return sent
 
 
 def body(
@@ -157,6 +202,25 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
     assert all(0 < peak <= STAGING for peak, _ in peaks)
     able = transport in (TransportName.C10D, TransportName.CUDA_IPC, TransportName.NIXL)
     assert [bool(direct) for _, direct in peaks] == [able] * (ranks // 2) + [False] * (ranks // 2)
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("transport", list(TransportName))
+def test_changes_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
+    if transport is TransportName.C10D and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL takes one rank a GPU; needs 2 CUDA devices")
+    if transport is TransportName.NIXL and not any(map(importlib.util.find_spec, ("nixl", "nixl_cu13", "nixl_cu12"))):
+        pytest.skip("nixl is not installed")
+    server = Rendezvous(2, 60.0, answer=Registry(1).answer)
+    try:
+        args = (server.invitation, transport)
+        sent, _ = run_distributed(changes_body, 2, None, args=args, timeout_s=180, fresh=True)
+    finally:
+        server.close()
+    whole = sum(spec.nbytes for spec in SPECS)
+    assert sent[0] == whole
+    # About 3 % of the elements, each of 2 bytes, or half of one of 4, and an index of 4 bytes.
+    assert all(0.07 * whole < nbytes < 0.09 * whole for nbytes in sent[1:])
 
 
 @needs_gpus(4, shared=False)

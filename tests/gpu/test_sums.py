@@ -29,10 +29,19 @@ def test_sums_equal_those_of_the_cpu(dtype: torch.dtype, sink_dtype: torch.dtype
         if with_own and ranks > 1:
             others = torch.cat([parts[:rank], parts[rank + 1 :]])
             whole = Stack([parts[:, gradient].contiguous() for gradient in range(gradients)])
-            accumulate_parts(others, sinks, divisor, accumulate=accumulate, own=whole, rank=rank)
+            again = accumulate_parts(others, sinks, divisor, accumulate=accumulate, own=whole, rank=rank)
         else:
-            accumulate_parts(parts, sinks, divisor, accumulate=accumulate)
+            again = accumulate_parts(parts, sinks, divisor, accumulate=accumulate)
         expected = start.cpu()
         on_cpu = Stack([*expected[:3], expected[4], expected[3]])
         accumulate_parts(parts.cpu(), on_cpu, divisor, accumulate=accumulate)
         assert torch.equal(memory.cpu(), expected)
+        # The same again, without looking at the tensors, on a stream that is not the current one.
+        assert bool(again) != (torch.float64 in (dtype, sink_dtype))
+        memory.copy_(start)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        for launch in again:
+            launch(stream=side.cuda_stream)
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(memory.cpu(), expected if again else start.cpu())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 
 from examples.grpo import sums
-from examples.grpo.__main__ import LENGTH, MODEL, SEED, engines, push_checkpoint
+from examples.grpo.__main__ import CONFIG, LENGTH, SEED, byte_level, engines, megatron_flags, push_checkpoint
 from examples.grpo.engines import Engine
 from megatron_patches.refit.credentials import Credentials
 from tests.integration.grpo_rewards import RESTARTED_LOG, SCORED_BEFORE_FAILURE
@@ -33,6 +36,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = "tests.integration.grpo_rewards"
 STEPS = 40
+MODEL = byte_level(CONFIG)
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -143,6 +147,55 @@ def test_sampling_ahead_from_two_servers_outlives_one_which_is_restarted_and_ser
     assert final_reward(logged) > logged[0].reward + 0.2
 
 
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Processes of this machine whose command lines name a folder: its number and its command line."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in line:
+                found[int(file.parent.name)] = line
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_driver_ends_its_servers_and_trainers(tmp_path: Path, number: signal.Signals) -> None:
+    (python := tmp_path / "python").write_text(f"#!{sys.executable}\n{SERVER}")  # in place of vLLM's
+    python.chmod(0o755)
+    command = [sys.executable, "-W", "ignore", "-m", "examples.grpo", "--output", str(tmp_path), "--ranks", "1"]
+    with (tmp_path / "printed").open("w") as printed:
+        driver = subprocess.Popen(
+            [*command, "--engine-python", str(python)], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + 120.0
+        # The server, torchrun, and its process.
+        while len(started := processes_of(tmp_path).keys() - {driver.pid}) < 3:
+            assert driver.poll() is None, (tmp_path / "printed").read_text()
+            assert time.monotonic() < deadline, started
+            time.sleep(0.1)
+        driver.send_signal(number)
+        began = time.monotonic()
+        driver.wait(60)
+        assert not processes_of(tmp_path)
+        assert driver.returncode != 0
+        assert time.monotonic() - began < 20.0
+    finally:
+        driver.kill()
+        for left in processes_of(tmp_path):
+            os.kill(left, signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Servers:
     """Two servers: one to train with, one for the reference."""
@@ -159,19 +212,21 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with engines(tmp_path_factory.mktemp("servers") / "vllm", 2) as started:
+    with engines(tmp_path_factory.mktemp("servers") / "vllm", MODEL, 2) as started:
+        started.wait()
         yield Servers(*started.urls)
 
 
 def train(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     flags = (
-        f"{MODEL} --seq-length {LENGTH} --micro-batch-size {8 // ranks} --global-batch-size 8 --lr 1e-3 "
+        f"--seq-length {LENGTH} --micro-batch-size {8 // ranks} --global-batch-size 8 --lr 1e-3 "
         f"--train-iters 2 --dataloader-type external --calculate-per-token-loss --refit-wait --refit-timeout 120 "
         f"--grpo-tokens 6 --grpo-prompts {prompts}"
     )
     engine = ["--refit-engines", *url] if url else []
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatron_patches")
-    return run(*launcher, "examples/grpo/train.py", *flags.split(), *engine, *more)
+    model = megatron_flags(MODEL, "cpu")
+    return run(*launcher, "examples/grpo/train.py", *model, *flags.split(), *engine, *more)
 
 
 @pytest.mark.usefixtures("printed")  # it has pretrained

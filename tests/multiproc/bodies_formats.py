@@ -49,13 +49,11 @@ class _Bytes(Quantization):
             for weight, copy in zip(stack, copies, strict=True):
                 copy.copy_(_to_bytes(weight, amax))
 
-    def assemble(
-        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
-    ) -> list[torch.Tensor]:
+    def assemble(self, index: int, gathered: Stack, trained: Sequence[bool], *, transposed: bool) -> list[torch.Tensor]:
         assert not transposed
         assert list(trained) == [True] * len(gathered)
         rows = self._layouts[index].rows
-        return [_from_bytes(weight[:rows], self._amax[index]).to(dtype) for weight in gathered]
+        return [_from_bytes(weight[:rows], self._amax[index]).to(self._shards[index].dtype) for weight in gathered]
 
 
 def _to_bytes(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:

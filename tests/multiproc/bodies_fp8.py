@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import etp
+from benchmarks.host_calls import counted
 from etp.formats import quantize_nvfp4
-from tests.support import te_apart
+from tests.support import te_apart, te_emulation
 from tests.support.launch import device, on_gpus
 from tests.support.te_site import add_fp8_kernels
 
@@ -28,6 +29,9 @@ KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
 RECIPES = ("Float8BlockScaling", "Float8CurrentScaling")
 APART = {"MXFP8BlockScaling": Fraction(33, 32), "NVFP4BlockScaling": Fraction(9, 16)}
 """Recipes in which rows and columns are apart, and bytes for each element of a weight."""
+EMULATED = {"NVFP4 in blocks of 16 x 16": True, "NVFP4 in blocks of 16": False}
+"""NVFP4 in Transformer Engine's emulation, and whether blocks of weights are square."""
+BYTES = {**APART, **dict.fromkeys(EMULATED, APART["NVFP4BlockScaling"])}
 
 
 def prepare(shim: str, recipe: str = "") -> None:
@@ -38,14 +42,14 @@ def prepare(shim: str, recipe: str = "") -> None:
     import te_cpu_shim  # type: ignore[import-not-found]
 
     add_fp8_kernels()
-    if recipe in APART:
+    if recipe in BYTES:
         te_apart.add_kernels(te_cpu_shim)
 
 
 def _recipe(name: str) -> Any:
     from transformer_engine.common import recipe
 
-    return getattr(recipe, name)()
+    return te_emulation.recipe(square=EMULATED[name]) if name in EMULATED else getattr(recipe, name)()
 
 
 def _autocast(recipe: str, enabled: bool = True) -> AbstractContextManager[None]:
@@ -133,6 +137,36 @@ def modules_equal_whole(
     return count
 
 
+def emulated_modules_equal_whole(
+    rank: int, world_size: int, shim: str, recipe: str, kind: str, transport: str, alignment: int
+) -> tuple[int, int]:
+    """:func:`modules_equal_whole` in NVFP4, multiplied by Transformer Engine's emulation.
+
+    Returns:
+        how many gathered weights were multiplied by rows, and by columns.
+    """
+    prepare(shim, recipe)
+    module = _build(KINDS[0])
+    etp.shard_module(module, dist.group.WORLD)
+    refused = ""
+    try:
+        _run(module, _inputs(0, rank), KINDS[0], recipe)
+    except ValueError as error:
+        refused = str(error)
+    assert "weight is used with a CustomRecipe recipe: its quantizers are unknown" in refused
+    with te_emulation.emulating(square=EMULATED[recipe]) as multiplied:
+        for fuse, recompute in itertools.product((False, True), (False, True)):
+            _compare(rank, world_size, kind, recipe, fuse, recompute, transport, alignment)
+    return multiplied.count("rows"), multiplied.count("columns")
+
+
+def multiplied(kind: str) -> tuple[int, int]:
+    """What :func:`emulated_modules_equal_whole` should return."""
+    weights = 3 * (EXPERTS if kind == "GroupedLinear" else 1)
+    # Of three steps. Two of the four variants compute forward again.
+    return (2 + 4) * weights, 4 * weights
+
+
 def _compare(
     rank: int,
     world_size: int,
@@ -179,12 +213,35 @@ def _compare(
             # More ranks: their sum rounds in another order than ours; replicated gradients are summed in NCCL's.
             bound = 0.0 if world_size <= 2 and name in layouts else 2.0**-7 * mean.abs().max().item()
             assert ((found - wanted).abs() <= bound).all(), (kind, name)
+        assert not runtime.groups[0]._copies()[0].derived, "derived columns were kept"  # type: ignore[attr-defined]
     assert not sharded._fp8_workspaces, "a full quantized copy was kept"
     gathered = sum(runtime.counters.gather_bytes.values())
     gathers = sum(runtime.counters.gathers.values())
     (group,) = runtime.groups
-    nbytes = len(group.shards) * group.layout.padded_rows * IN * APART.get(recipe, 1)
+    nbytes = len(group.shards) * group.layout.padded_rows * IN * BYTES.get(recipe, 1)
     assert gathered == gathers * nbytes * (world_size - 1) // world_size
+
+
+def calls_of_visits(rank: int, world_size: int, shim: str, recipe: str) -> dict[int, dict[str, int]]:
+    """Python calls that a format adds to a visit, TE's and PyTorch's included: by experts, and by what is visited."""
+    prepare(shim, recipe)
+    import transformer_engine.pytorch as te
+
+    found = {}
+    for experts in (4, 16):
+        calls = {}
+        for enabled in (False, True):
+            layer = te.GroupedLinear(experts, IN, IN, bias=False, params_dtype=torch.bfloat16, device="cpu")
+            etp.shard_module(layer, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=128))
+            weight = cast("etp.ETPShardedParam", next(layer.parameters()))
+            for _ in range(3):
+                with _autocast(recipe, enabled), torch.no_grad():
+                    forward = counted(weight.materialize_group_for_forward, "")[1].all
+                backward = counted(weight.materialize_group_for_backward, "")[1].all
+                end = counted(weight.weight_group.release_derived, "")[1].all if enabled else 0
+            calls[enabled] = {"forward": forward, "backward": backward, "end": end}
+        found[experts] = {part: calls[True][part] - calls[False][part] for part in calls[True]}
+    return found
 
 
 def copies_equal_slices(rank: int, world_size: int, shim: str, recipe: str, transport: str) -> dict[str, bool]:

@@ -43,6 +43,7 @@ class Model(nn.Module):
         for place, columns in ORDER:
             weight = cast("etp.ETPShardedParam", next(self.layers[place].parameters()))
             tensors = weight.driver.gathers.visit(weight.weight_group, format_, transposed=columns)
+            assert all(memory() is None for memory in self.transposed), "transposed columns were kept"
             if columns and format_.per_byte > 1:
                 self.transposed += [weakref.ref(tensor._columnwise_data) for tensor in tensors]  # type: ignore[attr-defined]
             found.append([{name: _copy(part) for name, part in vars(tensor).items()} for tensor in tensors])
@@ -66,6 +67,8 @@ def rows_and_columns(rank: int, world_size: int, shim: str, format_: ApartFormat
             slot.buffers[0].fill_(255)
         with torch.no_grad():
             found = model(format_)
+        for group in runtime.groups:
+            group.release_derived()
         assert all(memory() is None for memory in model.transposed), "transposed columns were kept"
         for (place, columns), tensors in zip(ORDER, found, strict=True):
             for tensor, whole in zip(tensors, wholes[place], strict=True):

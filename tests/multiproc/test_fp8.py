@@ -73,6 +73,20 @@ def test_modules_with_rows_and_columns_apart_equal_whole_ones(
     assert run_distributed(bodies.modules_equal_whole, ranks, args=arguments, fresh=True) == [4 * len(kinds)] * ranks
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        pytest.param(recipe, kind, marks=[] if square and kind == "GroupedLinear" else [pytest.mark.slow])
+        for recipe, square in bodies.EMULATED.items()
+        for kind in bodies.KINDS
+    ],
+)
+def test_modules_in_nvfp4_equal_whole_ones_in_the_emulation(recipe: str, kind: str) -> None:
+    arguments = (str(SHARED), recipe, kind, "c10d", 80)
+    found = run_distributed(bodies.emulated_modules_equal_whole, 2, args=arguments, fresh=True)
+    assert found == [bodies.multiplied(kind)] * 2
+
+
 def test_nvfp4_equals_the_reference() -> None:
     assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True) == [2 * 3 * 2 * 4]
 
@@ -84,6 +98,26 @@ def test_rows_and_columns_are_read_in_any_order(format_: ApartFormat) -> None:
     answers = run_distributed(rows_and_columns, 3, args=(str(SHARED), format_, "c10d"), fresh=True)
     # Of three experts and of two other layers.
     assert answers == [2 * 3 * (2 * 3 + 6)] * 3
+
+
+CALLS = {
+    "Float8BlockScaling": {"forward": 6, "backward": 8, "end": 3},
+    "Float8CurrentScaling": {"forward": 8, "backward": 10, "end": 3},
+    "MXFP8BlockScaling": {"forward": 20, "backward": 16, "end": 3},
+    "NVFP4BlockScaling": {"forward": 22, "backward": 41, "end": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "recipe", ["Float8BlockScaling", *(pytest.param(r, marks=pytest.mark.slow) for r in [*CALLS][1:])]
+)
+def test_python_calls_of_a_format_do_not_grow(recipe: str) -> None:
+    """Nor with the number of experts; whoever makes them fewer lowers the limits."""
+    (found,) = run_distributed(bodies.calls_of_visits, 1, args=(str(SHARED), recipe), fresh=True)
+    few, many = found.values()
+    assert few == many
+    for part, calls in few.items():
+        assert 0 < calls <= CALLS[recipe][part], (part, calls)
 
 
 def test_what_is_refused_of_formats_with_rows_and_columns_apart() -> None:

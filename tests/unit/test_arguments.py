@@ -46,7 +46,9 @@ def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
         "use_cpu_initialization": False,
         "transformer_impl": "transformer_engine",
         "cuda_graph_impl": "none",
+        "overlap_grad_reduce": False,
         "overlap_param_gather": False,
+        "overlap_param_gather_with_optimizer_step": False,
         "optimizer": "adam",
         "use_distributed_optimizer": False,
         "dist_ckpt_optim_fully_reshardable": False,
@@ -66,6 +68,23 @@ def applied(*flags: str, **megatron: object) -> argparse.Namespace:
 @pytest.mark.parametrize(("flags", "resharded"), [((), False), (("--etp-size", "2"), True)])
 def test_shards_choose_the_layout_of_distributed_optimizer_state(flags: tuple[str, ...], resharded: bool) -> None:
     assert applied(*flags, use_distributed_optimizer=True).dist_ckpt_optim_fully_reshardable is resharded
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "overlapped"),
+    [
+        ("", {}, True),
+        ("--etp-size 4", {}, False),
+        ("--etp-size 2", {}, True),
+        ("--etp-size 2", {"context_parallel_size": 2}, True),
+        ("--etp-size 2", {"pipeline_model_parallel_size": 2}, False),
+        ("--etp-size 4", {"num_experts": 8}, True),
+        ("--etp-size 4 --expert-etp-size 2", {"num_experts": 8, "expert_model_parallel_size": 2}, False),
+    ],
+)
+def test_nothing_is_overlapped_over_one_replica(flags: str, megatron: dict[str, object], overlapped: bool) -> None:
+    args = applied(*flags.split(), world_size=8, overlap_grad_reduce=True, overlap_param_gather=True, **megatron)
+    assert args.overlap_grad_reduce is args.overlap_param_gather is overlapped
 
 
 def test_defaults_leave_megatron_alone() -> None:
@@ -207,6 +226,7 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
                 "overlap_grad_reduce": True,
                 "align_grad_reduce": False,
                 "pipeline_model_parallel_size": 2,
+                "world_size": 16,
             },
             "--overlap-moe-expert-parallel-comm and --overlap-grad-reduce",
         ),

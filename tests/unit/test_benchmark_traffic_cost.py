@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.traffic_cost import VARIANTS, Selection, parse_sample, table
 from etp.collectives import copy_engine
-from etp.collectives.driver import CudaDriver
+from etp.collectives.driver import Copies, CudaDriver
 
 LANE, OWN = 1, 2
 
@@ -22,13 +22,13 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     driver: Any = object()
 
     def gather(made: Any) -> str:
-        CudaDriver.copy(driver, 0, 0, 8, LANE)
-        CudaDriver.copy(driver, 0, 0, 8, made._local.cuda_stream)
+        CudaDriver.copy(driver, Copies([]), LANE)
+        CudaDriver.copy(driver, Copies([]), made._local.cuda_stream)
         return "gathered"
 
     def reduce(made: Any) -> str:
         del made
-        CudaDriver.copy(driver, 0, 0, 8, LANE)
+        CudaDriver.copy(driver, Copies([]), LANE)
         vars(copy_engine)["accumulate_parts"]()
         return "reduced"
 

@@ -108,32 +108,28 @@ class _Driver:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def copy_pitched(self, copy: PitchedCopy, stream: int) -> None:
+    def copy(self, copies: Sequence[PitchedCopy], stream: int) -> None:
         program = self._machine.me().programs[stream]
-        if not self._machine.gather:
-            program.append(Operation("other"))
-            return
-        # A copy takes a while: what it reads must not change before its end.
-        reading = Operation("read", (copy.source,), self._machine.gather)
-        program += [Operation("await slot", (_SLOT + self._machine.current,), self._machine.gather), reading, reading]
+        for copy in copies:
+            if not self._machine.gather:
+                program.append(Operation("other"))
+                continue
+            # A copy takes a while: what it reads must not change before its end.
+            reading = Operation("read", (copy.source,), self._machine.gather)
+            await_slot = Operation("await slot", (_SLOT + self._machine.current,), self._machine.gather)
+            program += [await_slot, reading, reading]
 
-    def enqueue(self, operations: Operation, stream: int) -> None:
-        self._machine.me().programs[stream].append(operations)
+    def enqueue(self, operations: Sequence[Operation], stream: int) -> None:
+        self._machine.me().programs[stream].extend(operations)
 
     def allow_calls_during_capture(self) -> None:
         pass
 
 
-class _Operations:
-    """What :class:`_Driver` records of flags that are taken or raised."""
-
-    @staticmethod
-    def take_flags(addresses: Sequence[int], value: int) -> Operation:
-        return Operation("take", tuple(addresses), value)
-
-    @staticmethod
-    def raise_flags(addresses: Sequence[int], value: int) -> Operation:
-        return Operation("raise", tuple(addresses), value)
+def _operations(value: int, *, raised: Sequence[int] = (), taken: Sequence[int] = ()) -> list[Operation]:
+    """What :class:`_Driver` records of flags that are raised and taken."""
+    both = (Operation("raise", tuple(raised), value), Operation("take", tuple(taken), value))
+    return [operation for operation in both if operation.addresses]
 
 
 class _Buffer:
@@ -175,19 +171,21 @@ class _Streams:
         return self._stream(next(self._streams) if self._apart else 0)
 
     def _stream(self, handle: int) -> SimpleNamespace:
-        def wait_event(event: SimpleNamespace) -> None:
-            self._machine.me().programs[handle].append(Operation("await", event=event.number))
-
-        return SimpleNamespace(cuda_stream=handle, wait_event=wait_event)
+        return SimpleNamespace(cuda_stream=handle)
 
     def event(self) -> SimpleNamespace:
-        """An event, recorded once."""
-        number = next(self._events)
+        """An event, whose number is new whenever it is recorded."""
+        event = SimpleNamespace(number=0, query=_always(True))
 
         def record(stream: SimpleNamespace) -> None:
-            self._machine.me().programs[stream.cuda_stream].append(Operation("record", event=number))
+            event.number = next(self._events)
+            self._machine.me().programs[stream.cuda_stream].append(Operation("record", event=event.number))
 
-        return SimpleNamespace(number=number, record=record, query=_always(True))
+        def wait(stream: SimpleNamespace) -> None:
+            self._machine.me().programs[stream.cuda_stream].append(Operation("await", event=event.number))
+
+        event.record, event.wait = record, wait
+        return event
 
 
 @contextlib.contextmanager
@@ -200,14 +198,16 @@ def machine_of(size: int, *, apart: bool = False) -> Iterator[tuple[Machine, lis
             patch.setattr(module, "SymmetricBuffer", lambda _group, nbytes, _device: _Buffer(machine, nbytes))
             patch.setattr(module, "CudaDriver", lambda: _Driver(machine))
             patch.setattr(dist, "get_rank", lambda _group=None: machine.current)
-        patch.setattr(symmetric, "MemoryOperations", _Operations)
+        patch.setattr(symmetric, "MemoryOperations", _operations)
         patch.setattr(dist, "get_world_size", _always(size))
         patch.setattr(dist, "get_process_group_ranks", _always(list(range(size))))
-        patch.setattr(copy_engine, "accumulate_parts", _always(None))
+        patch.setattr(copy_engine, "Copies", tuple)
+        patch.setattr(copy_engine, "accumulate_parts", _always(()))
         patch.setattr(copy_engine, "Watchdog", _always(SimpleNamespace(expect_stream=_always(None))))
         patch.setattr(copy_engine, "current_stream", _always(streams.calling))
         patch.setattr(torch.cuda, "Stream", streams.make)
-        patch.setattr(torch.cuda, "Event", streams.event)
+        patch.setattr(copy_engine, "Event", streams.event)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", _always(streams.calling.cuda_stream), raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", _always(False))
         patch.setattr(torch.cuda, "synchronize", _always(None))
         transports = []
@@ -242,6 +242,42 @@ def test_a_shard_that_was_not_published_is_refused_before_anything_is_copied() -
         ):
             transports[1].all_gather(Stack([torch.zeros(6, 4)]), other, "gather of w")
         assert list(machine.me().program) == before
+
+
+def test_a_sum_is_launched_again_only_for_the_same_addresses_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine_of(2) as (_, transports):
+        done: list[str] = []
+
+        def add(*_: Any, **__: Any) -> list[Callable[..., None]]:
+            done.append("prepared")
+            return [lambda stream: done.append(f"again on {stream}")]
+
+        monkeypatch.setattr(copy_engine, "accumulate_parts", add)
+        wgrad, sink = Stack([torch.zeros(4, 4)]), Stack([torch.zeros(2, 4)])
+        transport = transports[0]
+
+        def reduced(sink: Stack, label: str = "a", *, divisor: int = 2, accumulate: bool = True) -> list[str]:
+            """In both places of the ring."""
+            done.clear()
+            for _ in range(2):
+                transport.reduce_scatter(wgrad, sink, divisor, label, accumulate=accumulate)
+            return list(done)
+
+        prepared, again = ["prepared"] * 2, ["again on 0"] * 2
+        assert reduced(sink) == prepared
+        assert reduced(sink) == again
+        assert reduced(Stack(sink.tensors)) == again, "the same memory"
+        assert reduced(sink, "b") == prepared
+        for changed in (
+            lambda: reduced(Stack([torch.zeros(2, 4)])),
+            lambda: reduced(Stack([sink[0].view(torch.int32)])),
+            lambda: reduced(sink, divisor=1),
+            lambda: reduced(sink, accumulate=False),
+        ):
+            assert changed() == prepared
+            assert reduced(sink) == prepared
+        transport.reduce_scatter(Stack([torch.zeros(400, 4)]), Stack([torch.zeros(200, 4)]), 2, "c", accumulate=True)
+        assert reduced(sink) == prepared, "the ring has grown, and lies elsewhere"
 
 
 @settings(max_examples=50, deadline=None)
@@ -353,7 +389,8 @@ def test_staged_shards_are_read_after_they_have_come_and_before_the_next_ones_do
                 machine.me().program.append(Operation("write", (_SLOT + rank,), number))
                 shards = transport.stage(weight)
                 assert transport._staged is not None
-                (own,) = transport._staged.copies.own
+                copies: Any = transport._staged.copies
+                (own,) = copies.own
                 machine.gather = number
                 machine.me().program.append(Operation("write", (own.source,), number))
                 transport.all_gather(weight, shards, f"gather {number}")

@@ -40,9 +40,6 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.seen |= other.seen
 
-    def wait_event(self, event: Event) -> None:
-        self.seen |= event.seen
-
 
 class Event:
     """What a stream had been given when it was recorded."""
@@ -52,6 +49,9 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.seen = frozenset(stream.seen)
+
+    def wait(self, stream: Stream) -> None:
+        stream.seen |= self.seen
 
 
 class Device:
@@ -163,7 +163,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     def with_stream(self: Lane, device: torch.device) -> None:
         made(self, device)
-        self._device_module, self._stream = machine, Stream()
+        self._device_module, self._new_event, self._stream = machine, Event, Stream()
 
     def read(self: WeightGroup, lane: Lane, *, transposed: bool = False) -> list[torch.Tensor]:
         weights = take(self, lane, transposed=transposed)

@@ -41,8 +41,9 @@ def test_two_sides_agree_if_they_differ_little_and_other_weights_much(
 def test_an_engine_is_started_as_its_mesh_says() -> None:
     found = engine_arguments(engine_mesh("tp=2,dp=2,ep=4"), on_gpu=True)
     sizes = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "1", "--data-parallel-size", "2"]
-    assert found == [*sizes, "--enable-expert-parallel"]
-    assert "--enforce-eager" in engine_arguments(engine_mesh("tp=2"), on_gpu=False)
+    assert found[:7] == [*sizes, "--enable-expert-parallel"]
+    assert "--gpu-memory-utilization" in found
+    assert "--gpu-memory-utilization" not in engine_arguments(engine_mesh("tp=2"), on_gpu=False)
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,13 @@ class Stream:
         self.device = device
         self.waited: list[Any] = []
 
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
-
-    def wait_event(self, event: Event) -> None:
-        self.waited.append(event)
-
 
 class Event:
     def record(self, stream: Stream) -> None:
         self.stream = stream
+
+    def wait(self, stream: Stream) -> None:
+        stream.waited.append(self)
 
 
 class Devices:
@@ -55,9 +52,11 @@ def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, d
     lane, beside = Lane(device), Event()
     ready = lane.start(lambda: InFlight(beside))
     ready.wait()
-    assert devices.streams[device].waited == [lane.tail, beside]
+    end, *others = devices.streams[device].waited
+    assert end.stream is lane._stream
+    assert others == [beside]
     ready.wait()
-    assert devices.streams[device].waited == [lane.tail, beside], "the second time it is ordered already"
+    assert devices.streams[device].waited == [end, beside], "the second time it is ordered already"
     ((stream, event),) = ready.mark().items()
     assert stream is event.stream is devices.streams[device]
     other = OTHER if device == CURRENT else CURRENT

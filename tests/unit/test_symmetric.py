@@ -53,14 +53,18 @@ def test_operations_are_made_once_and_do_not_pile_up(signals: Signals) -> None:
     for _ in range(3):
         signals.send(1, 0, 7)
         signals.receive(1, 0, 7)
-    assert len(set(map(id, driver.enqueued))) == 2
+        signals.exchange(1, 0, 7)
+    assert len(set(map(id, driver.enqueued))) == 3
+    sent, received, both = ([bytes(one) for one in operations.batch] for operations in driver.enqueued[:3])
+    assert both == [*sent, *received]
     driver.enqueued.clear()
     before = _kept()
     for purpose in range(1, 100):
         signals.send(1, 0, purpose)
         signals.receive(1, 0, purpose)
+        signals.exchange(1, 0, purpose)
         driver.enqueued.clear()
-    assert _kept() - before <= 2 * 4
+    assert _kept() - before <= 4
 
 
 def test_no_cycle_keeps_them(signals: Signals) -> None:

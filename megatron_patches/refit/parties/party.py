@@ -122,9 +122,11 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
     def _slot_bytes(self) -> int:
         """The largest slots that this party can have.
 
-        It reserves one more on a GPU, for staging through the host, and one more for a load of the base of deltas.
+        It reserves one more on a GPU, for staging through the host. With deltas, it reserves one for a load of the
+        base, and on a GPU another one for the load itself.
         """
-        extra = int(self._device != "cpu") + int(self._options.payload is PayloadKind.DELTA)
+        on_gpu, deltas = self._device != "cpu", self._options.payload is PayloadKind.DELTA
+        extra = int(on_gpu) + int(deltas) * (1 + int(on_gpu))
         return slot_bytes(self._options.staging_bytes, len(self._links()), extra)
 
     def _link(self, make: Callable[[Place, Transport], End], offer_of: Callable[[End], Offer]) -> End:

@@ -11,7 +11,7 @@ from megatron_patches.refit.parties.agreement import agree_as_source
 from megatron_patches.refit.parties.messages import Held, Moved, Step, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.ports import Memory, Writing
 from megatron_patches.refit.pump import send_version
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.sending import SendingEnd
@@ -54,6 +54,7 @@ class SourceParty(Party[SendingEnd]):
         look_up: Callable[[], Memory],
         base: Base | None = None,
         *,
+        writing: Writing | None = None,
         confirm: Callable[[Memory], None] = lambda _: None,
     ) -> Moved:
         """Sends one version; when this returns, every destination has verified it.
@@ -64,6 +65,7 @@ class SourceParty(Party[SendingEnd]):
                 integers. It is called inside the step, so that its failure fails the step for all parties at once.
             base: this rank's part of the version that every destination serves, relative to which it sends; None to
                 send all elements.
+            writing: what is still writing to them, on a GPU. If it fails, no destination takes the version.
             confirm: called with them inside the step, once this rank's boxes have been sent. If it raises, no
                 destination takes the version.
 
@@ -79,11 +81,13 @@ class SourceParty(Party[SendingEnd]):
             def send() -> Moved:
                 with self._timed("look_up"):
                     memory = look_up()
-                    sender = self._ready(memory)
+                    sender = self._ready(memory, writing)
                 sender.relate_to(base)
                 with closing(sender), self._timed("move"):
                     end.begin(memory, self._assembly.check)
                     send_version(sender, end, version, self._assembly.check)
+                if writing is not None:
+                    writing.confirm()
                 confirm(memory)
                 return Moved(self.seconds, self.staging.peak_bytes, bytes_by_source=(end.sent_bytes,))
 
@@ -105,12 +109,11 @@ class SourceParty(Party[SendingEnd]):
         found = self._assembly.collect(commit_topic(version), parties, timeout_s)
         return {party - self._options.sources: reason for party, reason in found.items() if reason is not None}
 
-    def _ready(self, memory: Memory) -> Sender:
+    def _ready(self, memory: Memory, writing: Writing | None) -> Sender:
         """The sender that packs this rank's boxes. It lasts as long as the links, whose terms it follows."""
         if self._sender is None:
             self._sender = Sender(self.plan, self._assembly.party, memory, self._terms, self.staging)
-        else:
-            self._sender.renew(memory)
+        self._sender.renew(memory, writing)
         return self._sender
 
     def unlink(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -117,7 +117,8 @@ class _Grid:
 class BlockQuantizer:
     """Quantizes what one rank holds of a model, into memory that it keeps; see [Note: scales].
 
-    Each time, all ranks call :meth:`measure`, :meth:`agree` and :meth:`cast`, in this order.
+    Each time, all ranks call :meth:`measure`, :meth:`agree` and :meth:`cast`, in this order. What was cast must not
+    serve before :meth:`check`.
 
     Args:
         shapes: shape of every tensor of the model, by Hugging Face name.
@@ -162,6 +163,9 @@ class BlockQuantizer:
         *self._places, blocks = accumulate((grid.size for grid in self._grids), initial=0)
         self._amax = torch.zeros(blocks, device=device)
         self._scale, self._inverse = torch.ones_like(self._amax), torch.ones_like(self._amax)
+        self._usable = torch.ones_like(self._amax, dtype=torch.bool)
+        self._events: dict[str, torch.cuda.Event] = {}  # of work that writes to a storage
+        self._ended: torch.cuda.Event | None = None  # of all of it
         storages = [storage for storage in held.storages if storage.name in quantized]
         self._dtypes: dict[str, torch.dtype] = {storage.name: getattr(torch, storage.dtype) for storage in storages}
         sizes = [storage.logical_numel for storage in storages]
@@ -203,24 +207,42 @@ class BlockQuantizer:
         self._straddling.agree(self._amax, self._exchange)
 
     def cast(self, memory: Memory) -> None:
-        """Computes scales, and quantizes.
+        """Computes scales, and quantizes: on a GPU, by work on the current stream.
 
         Args:
             memory: as for :meth:`measure`.
-
-        Raises:
-            RefitError: if a weight is infinite or not a number.
         """
+        self._events.clear()
         for dtype, part in self._of_each_dtype():
             largest = torch.finfo(getattr(torch, dtype)).max
             self._scale[part] = scale_of(
                 self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
             )
         torch.reciprocal(self._scale, out=self._inverse)
-        self._parts.quantize(self._weights(memory), self._scale, self._inverse)
-        usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
-        if not usable.all():
-            self._refuse(int(torch.nonzero(~usable)[0]))
+        self._parts.quantize(self._weights(memory), self._scale, self._inverse, self._written)
+        self._usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
+        if self._amax.is_cuda:
+            self._ended = torch.cuda.current_stream(self._amax.device).record_event()
+
+    def await_written(self, storages: Collection[str]) -> None:
+        """Makes the current stream wait until :meth:`cast` has written these storages. Any thread may call it."""
+        for event in dict.fromkeys(self._events[name] for name in storages if name in self._events):
+            torch.cuda.current_stream(self._amax.device).wait_event(event)
+
+    def check(self) -> None:
+        """Waits until :meth:`cast` has written everything. Any thread may call it.
+
+        Raises:
+            RefitError: if a weight is infinite or not a number.
+        """
+        if self._ended is not None:
+            self._ended.synchronize()
+        if not self._usable.all():
+            self._refuse(int(torch.nonzero(~self._usable)[0]))
+
+    def _written(self, storages: Collection[str]) -> None:
+        event = torch.cuda.current_stream(self._amax.device).record_event()
+        self._events.update(dict.fromkeys(storages, event))
 
     def _weights(self, memory: Memory) -> dict[str, torch.Tensor]:
         """The weights to quantize, as flat tensors that share memory with what the rank holds."""

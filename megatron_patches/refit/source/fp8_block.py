@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.live import memory_of
 from megatron_patches.refit.weight_format import WeightFormat, quantization_config, with_scales
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from megatron_patches.refit.exchange import Exchange
@@ -21,8 +24,10 @@ if TYPE_CHECKING:
 class Fp8BlockSource:
     """Another source's weights in block FP8; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
 
-    A push quantizes in :meth:`settle`. What goes wrong there is raised by :meth:`look_up`: a rank that left before the
-    collective would keep the others waiting.
+    A push begins to quantize in :meth:`settle`. What goes wrong there is raised by :meth:`look_up`: a rank that left
+    before the collective would keep the others waiting. On a GPU, a stream of its own quantizes while the push goes on.
+    So the source is a :class:`megatron_patches.refit.ports.Writing` too: readers wait for what they read, and a weight
+    that is not a number is found at the end, by :meth:`confirm`.
 
     Args:
         source: the weights as they are trained.
@@ -35,6 +40,7 @@ class Fp8BlockSource:
         self._quantizer: BlockQuantizer | None = None
         self._memory: Memory = {}
         self._failure: Exception | None = None
+        self._stream: torch.cuda.Stream | None = None  # once it is needed
 
     @property
     def device(self) -> torch.device:
@@ -60,11 +66,15 @@ class Fp8BlockSource:
         return replace(held, config=config, shapes=with_scales(held.shapes), manifest=self._quantizer.manifest)
 
     def settle(self) -> None:
-        """Quantizes the current weights. Collective."""
+        """Begins to quantize the current weights, after what the current stream has to do. Collective."""
         self._source.settle()
-        quantizer, self._failure = self._quantizer, None
-        if quantizer is None:
+        self._failure = None
+        if self._quantizer is None:
             return
+        with self._on_stream():
+            self._quantize(self._quantizer)
+
+    def _quantize(self, quantizer: BlockQuantizer) -> None:
         memory: Memory = {}
         try:
             memory = self._source.look_up()
@@ -83,11 +93,48 @@ class Fp8BlockSource:
             self._memory = cast("Memory", {**memory, **quantized})  # both on the host, or both on the device
 
     def look_up(self) -> Memory:
-        """What :meth:`settle` has quantized, and the memory of all other weights.
+        """What :meth:`settle` quantizes, and the memory of all other weights.
 
         Raises:
-            Exception: why that failed, such as a RefitError for a weight that is not a number.
+            Exception: why that failed.
         """
         if self._failure is not None:
             raise self._failure
         return self._memory
+
+    def await_written(self, storages: Collection[str]) -> None:
+        """See :class:`megatron_patches.refit.ports.Writing`."""
+        if self._quantizer is not None:
+            self._quantizer.await_written(storages)
+
+    def confirm(self) -> None:
+        """Waits until the weights are quantized.
+
+        Raises:
+            RefitError: if a weight is infinite or not a number.
+        """
+        if self._quantizer is not None:
+            self._quantizer.check()
+
+    def finish(self) -> None:
+        """Makes the current stream wait until the weights are quantized, so that they may change again."""
+        if self._stream is not None:
+            import torch
+
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which a GPU quantizes."""
+        import torch
+
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        return self._stream
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """Makes this stream the current one, after the work of the current one."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        import torch
+
+        self.stream().wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream())

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.errors import PartyFailedError, UnsupportedEngineError
+from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.kv_scales import is_kv_scale
@@ -166,16 +166,11 @@ def describe_layout(
         payload: what versions travel as.
 
     Raises:
-        UnsupportedEngineError: if what is new would not reach everything that serves, or deltas are for a GPU.
+        UnsupportedEngineError: if what is new would not reach everything that serves.
         ModelMismatchError: if the two models, or their attention layers, differ.
         UnsupportedModelError: if a loader does something that cannot be recorded.
         UnmappedParameterError: if the loader leaves a parameter out.
     """
-    if payload is PayloadKind.DELTA and serving.device.type != "cpu":
-        raise UnsupportedEngineError(
-            f"payload is delta and the engine's weights are on {serving.device}; deltas are completed in host memory "
-            "only: push to engines on GPUs with payload whole"
-        )
     check_options(serving.config)
     check_derivations(serving.model)
     check_awake()

@@ -14,7 +14,7 @@ from megatron_patches.refit.adapters import AdapterPublisher
 from megatron_patches.refit.delta import PayloadKind, Snapshot, decode, delta_bytes, encode
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.ports import Bits, Bytes
-from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.session import RefitOptions
 from tests.support.quick import examples
 
 
@@ -160,11 +160,37 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again() -> None:
     assert kept.base is None
 
 
-def test_adapters_and_weights_that_are_not_in_host_memory_are_refused() -> None:
-    options = RefitOptions(payload=PayloadKind.DELTA)
-    with pytest.raises(ValueError, match="payload is delta and the weights are on meta"):
-        RefitSession(torch.nn.Linear(2, 2, device="meta"), [], config={}, options=options)
+def test_a_snapshot_of_tensors_is_made_of_tensors() -> None:
+    """As of weights on a GPU. What changes its form, or is gone, is not kept."""
+    live = {"w": torch.arange(10, dtype=torch.bfloat16), "b": torch.arange(3.0), "gone": torch.zeros(1)}
+    kept = Snapshot()
+    kept.take(1, live)
+    live["w"][0] = 77
+    assert kept.base is not None
+    before = kept.base.memory["w"]
+    assert isinstance(before, torch.Tensor)
+    assert before.tolist() == list(range(10))
+    kept.take(2, {"w": live["w"], "b": torch.arange(3, dtype=torch.int32)})
+    assert kept.base is not None
+    assert kept.base.memory.keys() == {"w", "b"}
+    assert kept.base.memory["w"] is before
+    assert before.tolist()[0] == 77
+    assert isinstance(kept.base.memory["b"], torch.Tensor)
+    assert kept.base.memory["b"].dtype is torch.int32
+
+
+def test_without_memory_for_a_snapshot_the_next_version_is_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
+    class Large(torch.Tensor):
+        def clone(self, **_: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kept = Snapshot()
+    kept.take(4, {"w": torch.zeros(2)})
+    kept.take(5, {"w": torch.zeros(2), "more": torch.zeros(2).as_subclass(Large)})
+    assert kept.base is None
+    assert "the version after 5 travels whole, for lack of a copy: CUDA out of memory" in caplog.text
+
+
+def test_deltas_of_adapters_are_refused() -> None:
     with pytest.raises(ValueError, match="payload is delta; versions of an adapter are sent whole"):
-        AdapterPublisher(torch.nn.Linear(2, 2), "math", options=options)
-    with pytest.raises(TransferError, match="w is on meta; deltas need weights in host memory"):
-        Snapshot().take(1, {"w": torch.zeros(2, device="meta")})
+        AdapterPublisher(torch.nn.Linear(2, 2), "math", options=RefitOptions(payload=PayloadKind.DELTA))

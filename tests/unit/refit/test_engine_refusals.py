@@ -24,7 +24,6 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View
-from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import (
     ModelMismatchError,
     RefitError,
@@ -33,17 +32,13 @@ from megatron_patches.refit.errors import (
     UnsupportedEngineError,
 )
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.vllm.engine_refusals import (
     check_all_loaded,
     check_awake,
     check_derivations,
     check_options,
 )
-from megatron_patches.refit.vllm.joining import describe_layout
 from megatron_patches.refit.vllm.quantized import check_scale_values, check_scales
-from megatron_patches.refit.vllm.worker_session import ServingModel
 
 VLLM = vllm.__version__.partition("+")[0]
 OF_SOME_RELEASES = {
@@ -120,12 +115,6 @@ def test_word_embeddings_that_vllm_may_tie_by_itself_are_refused() -> None:
     config.model_config.word_embeddings_untied_by_checkpoint = True
     with pytest.raises(UnsupportedEngineError, match="set tie_word_embeddings to false there, or remove the lm_head"):
         check_options(config)
-
-
-def test_deltas_for_weights_on_a_gpu_are_refused() -> None:
-    serving = ServingModel(nn.Linear(1, 1), cast(Any, None), torch.device("cuda:0"))
-    with pytest.raises(UnsupportedEngineError, match="payload is delta and the engine's weights are on cuda:0"):
-        describe_layout(Model({}, []), serving, 0, MemoryMode.BESIDE, PayloadKind.DELTA)
 
 
 def test_what_derives_from_weights_by_itself_is_refused() -> None:

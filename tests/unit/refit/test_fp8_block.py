@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from etp.formats import quantize_blocks, scale_of
 from megatron_patches.refit.boxes import Box, View, row_major_strides
@@ -21,7 +23,7 @@ from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.source import block_parts
-from megatron_patches.refit.source.block_parts import HostParts, KernelParts, Part
+from megatron_patches.refit.source.block_parts import HostParts, KernelParts, Part, _grouped
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.modules import ModuleSource
@@ -34,6 +36,7 @@ from megatron_patches.refit.weight_format import (
 )
 from tests.support.e4m3 import is_near
 from tests.support.launch import run_distributed
+from tests.support.quick import examples
 
 CPU = torch.device("cpu")
 WEIGHT = "model.layers.3.mlp.down_proj.weight"
@@ -138,6 +141,7 @@ def run(one: BlockQuantizer, memory: Memory) -> None:
     one.measure(memory)
     one.agree()
     one.cast(memory)
+    one.check()
 
 
 def check(one: BlockQuantizer, wanted: Mapping[str, torch.Tensor]) -> int:
@@ -257,7 +261,7 @@ class Weights:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_weight_that_is_no_number_fails_the_look_up_of_all_its_ranks_alone(value: float) -> None:
+def test_a_weight_that_is_no_number_fails_the_push_of_all_its_ranks_alone(value: float) -> None:
     """The ranks of its block, one of which does not hold it; the next version is quantized again."""
     good = uneven((384, 192), 2)
     bad = good.clone()
@@ -276,13 +280,15 @@ def test_a_weight_that_is_no_number_fails_the_look_up_of_all_its_ranks_alone(val
         in_all(sources, Fp8BlockSource.settle)
         for rank, source in enumerate(sources):
             if weight is bad and rank < 2:
+                source.look_up()  # it is found while the weights are on their way
                 with pytest.raises(
                     RefitError,
                     match=r"down_proj\.weight\[128:256, 0:128\] cannot be quantized: a weight in it is infinite",
                 ):
-                    source.look_up()
+                    source.confirm()
             else:
                 memory = source.look_up()
+                source.confirm()
                 assert np.asarray(memory["memory of model.norm.weight"]).tolist()[:3] == [0x3F80, 0x4000, 0x4040]
                 assert {len(memory[one.name]) for one in held[rank].manifest.storages} > {3 + 5}
 
@@ -359,6 +365,34 @@ def test_what_is_quantized_follows_the_published_checkpoints() -> None:
         quantized_weights(quantized | {"backbone.layers.0.mixer.A_log": (4,)})
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=60))
+def test_storages_are_complete_after_the_last_group_that_writes_to_them(sizes: list[tuple[int, int, int]]) -> None:
+    """Tensors in several memories, and memories of several tensors."""
+    parts = []
+    for storage, tensor, blocks in sizes:
+        box = Box(f"t{tensor}", (0, 0), (128 * blocks, 128))
+        parts.append(Part(box, View(f"s{storage}", 0, box.shape, (128, 1)), box.shape, 0, 1))
+    groups = _grouped(parts)
+    assert len(groups) <= 16
+    pieces = [piece for group in groups for piece in (*group.whole, *group.others)]
+    assert [piece.view for piece in pieces] == [part.view for part in parts]
+    completed: set[str] = set()
+    for group in groups:
+        written = {
+            name
+            for piece in (*group.whole, *group.others)
+            for name in (piece.view.storage, scales_of(piece.box.tensor))
+        }
+        assert not written & completed
+        assert not completed & set(group.completes)
+        completed |= set(group.completes)
+    assert completed == {name for part in parts for name in (part.view.storage, scales_of(part.box.tensor))}
+    largest = max(part.box.volume for part in parts)
+    for group in groups:
+        assert sum(piece.box.volume for piece in group.whole) <= sum(part.box.volume for part in parts) / 16 + largest
+
+
 def quantizes_with_kernels(rank: int, world_size: int) -> int:
     """Triton's kernels under its interpreter, which does not round to E4M3: numbers are equal, and bytes are near."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -380,8 +414,11 @@ def quantizes_with_kernels(rank: int, world_size: int) -> int:
             assert amax.nonzero().flatten().tolist() == ([1, 2, 3, 4, 5] if kind is HostParts else [1, 2, 4])
             scale = scale_of(amax, power_of_two=power_of_two, epsilon=0.0)
             inverse = 1.0 / scale
-            by_kind.quantize({"m": memory}, scale, inverse)
+            told: list[list[str]] = []
+            by_kind.quantize({"m": memory}, scale, inverse, lambda names: told.append(list(names)))  # noqa: B023
             if kind is KernelParts:
+                assert told[-1] == ["m", scales_of(WEIGHT)]
+                assert not any(told[:-1])
                 assert torch.equal(inverse, scales.flatten())
             for part in parts:
                 found = part.view.tensor(bytes_)
