@@ -193,8 +193,8 @@ class System:
     def _wrap(self) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        # Weights that are cut over all ranks have one replica, whose reductions would do nothing but take the host's time.
-        # The ETP flags of a Megatron script leave the overlap out then, too.
+        # Reductions over one replica, of weights that are cut over all ranks, would only take the host's time. In a
+        # Megatron script, the flags of ETP leave the overlap out, too.
         replicas = dist.get_world_size() // self.weight_shards
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=replicas > 1)
         return DistributedDataParallel(self.config, ddp, self._gpt())

@@ -248,7 +248,7 @@ def _refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
 
 
 def _has_one_replica(args: argparse.Namespace) -> bool:
-    """Whether no two ranks, of different data or parts of a sequence, hold the same shard of a dense weight or expert."""
+    """Whether no two ranks hold the same shard of a dense weight, or of an expert."""
     dense = dense_size(args) // args.context_parallel_size * args.etp_size
     experts = dense if args.num_experts is None else expert_size(args) * args.expert_etp_size
     return bool(args.world_size == dense == experts)
