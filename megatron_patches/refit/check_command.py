@@ -116,9 +116,11 @@ def _check(options: argparse.Namespace, first: bool) -> dict[str, tuple[Agreemen
     """The agreement of each engine with the trainer, before and after a push."""
     timeout_s, credentials = options.timeout_minutes * 60, push_flags.credentials_from(options)
     asked = [HttpCalls(url, timeout_s, credentials) for url in options.engines]
-    with push_command.session_of(options, first) as (session, found):
+    with push_command.session_of(options, first) as (session, found, progress):
+        progress.phase("ask before", 0)
         before = [_agreement(server, found, options) for server in asked]
-        push_command.prepare_and_push(session, found, options)
+        push_command.prepare_and_push(session, found, options, progress)
+        progress.phase("ask after", 0)
         after = [_agreement(server, found, options) for server in asked]
     return {server.url: pair for server, pair in zip(asked, zip(before, after, strict=True), strict=True)}
 

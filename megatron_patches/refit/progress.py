@@ -1,4 +1,4 @@
-"""Reports the progress of an export or a plan."""
+"""Reports the progress of the commands of ``python -m megatron_patches.refit``."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from megatron_patches.refit import checkpoint_model, push_flags
 from megatron_patches.refit.checkpoint_model import CheckpointModel
 from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.failing import fail
-from megatron_patches.refit.progress import Progress
+from megatron_patches.refit.progress import Progress, TerminalProgress
 from megatron_patches.refit.session import PushReport, RefitSession
 
 
@@ -59,13 +59,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _push(options: argparse.Namespace, first: bool) -> PushReport:
-    with session_of(options, first) as (session, found):
-        return prepare_and_push(session, found, options)
+    with session_of(options, first) as (session, found, progress):
+        return prepare_and_push(session, found, options, progress)
 
 
 @contextmanager
-def session_of(options: argparse.Namespace, first: bool) -> Iterator[tuple[RefitSession, CheckpointModel]]:
-    """A session that the options describe, and the checkpoint's model. Collective.
+def session_of(options: argparse.Namespace, first: bool) -> Iterator[tuple[RefitSession, CheckpointModel, Progress]]:
+    """A session that the options describe, the checkpoint's model, and what shows the phases. Collective.
 
     Args:
         options: of :func:`add_options`.
@@ -78,13 +78,18 @@ def session_of(options: argparse.Namespace, first: bool) -> Iterator[tuple[Refit
     directory, timeout_s = checkpoint_model.directory_of(options), options.timeout_minutes * 60
     settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
     engines = http_engines(options.engines, timeout_s, push_flags.credentials_from(options))
-    with checkpoint_model.loaded(options, directory, Progress()) as found:
+    with ExitStack() as stack:
+        progress = stack.enter_context(TerminalProgress()) if first else Progress()
+        found = stack.enter_context(checkpoint_model.loaded(options, directory, progress))
         session = RefitSession(found.chunks, engines if first else [], vocab_size=found.vocab_size, options=settings)
-        with closing(session):
-            yield session, found
+        yield stack.enter_context(closing(session)), found, progress
 
 
-def prepare_and_push(session: RefitSession, found: CheckpointModel, options: argparse.Namespace) -> PushReport:
+def prepare_and_push(
+    session: RefitSession, found: CheckpointModel, options: argparse.Namespace, progress: Progress
+) -> PushReport:
     """Connects to the servers, and pushes the checkpoint's model to them."""
+    progress.phase("connect", 0)
     session.prepare()
+    progress.phase("push", 0)
     return session.push(max(found.iteration, 1) if options.version is None else options.version)
