@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,7 @@ class WeightGroup:
         """Whether a consumer has asked for :attr:`format`; before, it is a guess."""
         self._quantized: tuple[Quantization, int] | None = None
         self._cache: BufferCache | None = None
+        self._slot: Slot | None = None
         self._slots: dict[BufferCache, Slot] = {}
         self.rows, self.columns = Reading(self, columns=False), Reading(self, columns=True)
         """What visits read of it. Columns are visited only in a format that quantizes them separately."""
@@ -146,12 +147,14 @@ class WeightGroup:
     @property
     def has_slot(self) -> bool:
         """Whether a cache is attached in the current mode (inside or outside of a CUDA graph)."""
-        return "slot" in self.__dict__
+        return self._slot is not None
 
-    # Cached, because it is read at every visit: :meth:`attach` sets it.
-    @cached_property
+    @property
     def slot(self) -> Slot:
         """Where this group's gathers land."""
+        return self._slot or self._refuse_without_slot()
+
+    def _refuse_without_slot(self) -> NoReturn:
         raise EtpStateError(f"{self.name} has no gather buffer yet; attach a cache first")
 
     @cached_property
@@ -268,20 +271,21 @@ class WeightGroup:
         Returns:
             the slot.
         """
-        if self._cache is cache and self._local is not None and self._spec_of is self._local:
-            return self.slot
+        slot = self._slot
+        if slot is not None and self._cache is cache and self._local is not None and self._spec_of is self._local:
+            return slot
         if self._spec_of is not self.local_shards():
             former = self.__dict__.pop("spec", None)
             self.__dict__.pop("nbytes", None)
             if former is not None and former != self.spec:
                 self.detach()
                 self.route = None
-        if self._cache is not cache:
+        if self._cache is not cache or self._slot is None:
             self.abandon_gather()
             if cache not in self._slots:
                 self._slots[cache] = cache.reserve(self.spec)
-            self._cache, self.slot = cache, self._slots[cache]
-        return self.slot
+            self._cache, self._slot = cache, self._slots[cache]
+        return self._slot
 
     def detach(self) -> None:
         """Give all slots back."""
@@ -289,17 +293,13 @@ class WeightGroup:
         for cache, slot in self._slots.items():
             cache.unreserve(slot)
         self._slots.clear()
-        self._forget_slot()
-
-    def _forget_slot(self) -> None:
-        self._cache = None
-        self.__dict__.pop("slot", None)
+        self._cache = self._slot = None
 
     def change_mode(self) -> None:
         """Forget what is in flight or held: a CUDA graph capture begins, with the device idle, or has ended."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()
-        self._forget_slot()
+        self._cache = self._slot = None
         self.pending = self.reducing = False
 
     def holds(self, epoch: int, *, gathered_in: int | None, columns: bool = False) -> bool:
@@ -313,7 +313,7 @@ class WeightGroup:
         """
         if gathered_in is not None and not (self.pending and self.issued_in_pass == gathered_in):
             return False
-        slot = self.__dict__.get("slot")
+        slot = self._slot
         return (
             slot is not None
             and slot.generation == self._generation
@@ -339,7 +339,7 @@ class WeightGroup:
         """
         if self.pending:
             raise EtpStateError(f"{self.name} is being gathered already; its last gather was not handed out")
-        slot = self.slot
+        slot = self._slot or self._refuse_without_slot()
         self.pending = True
         try:
             self._generation = slot.claim(self)
@@ -362,7 +362,7 @@ class WeightGroup:
 
     def read_until_here(self, lane: Lane) -> None:
         """Record that the consumer of the weights has enqueued all its work on them."""
-        slot = self.__dict__.get("slot")
+        slot = self._slot
         if slot is not None and slot.generation == self._generation:
             for stream, event in slot.reads.items():
                 if event is None:
@@ -386,7 +386,7 @@ class WeightGroup:
         # Needed even if the weights were handed out before: that may have been on another stream.
         if self._ready is not None:
             self._join(self._ready, reader)
-        slot = self.slot
+        slot = self._slot or self._refuse_without_slot()
         slot.check(self, self._generation)
         if self.pending:
             self.pending = False
