@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,7 +33,7 @@ def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:
 
 # PyTorch keeps such hooks in two dicts per process, and each step iterates over them. Removing a hook when its owner is
 # collected could change a dict during a step, because the garbage collector may run then. So there is one permanent
-# hook in each, which PyTorch's dict owns. Weak dictionaries delay removals while they are iterated over.
+# hook in each, which PyTorch's dict owns.
 
 
 class _Asked(WeakKeyDictionary[Any, Callable[[Any], None]]):
@@ -42,12 +42,18 @@ class _Asked(WeakKeyDictionary[Any, Callable[[Any], None]]):
     # By identity, as a dict of hooks needs it.
     __hash__ = object.__hash__
 
+    def asked(self) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+        """The owners that live, with their callbacks. Meanwhile, other threads may add owners."""
+        for owner in [reference() for reference in self.keyrefs()]:
+            if owner is not None:
+                yield owner, self[owner]
+
 
 class _Stepping(_Asked):
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Run the callbacks before a step of an optimizer."""
         del args, kwargs
-        for then in list(self.values()):
+        for _, then in self.asked():
             then(optimizer)
 
 
@@ -55,13 +61,13 @@ class _Stepped(_Asked):
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Run the callbacks after a step of an optimizer."""
         del optimizer, args, kwargs
-        for owner, then in list(self.items()):
+        for owner, then in self.asked():
             then(owner)
 
 
 def _found[H: _Asked](kind: type[H], hooks: Mapping[int, Any], register: Callable[[Any], object]) -> H:
     """The hook of this kind among PyTorch's, created and registered at the first call."""
-    found = next((hook for hook in hooks.values() if isinstance(hook, kind)), None)
+    found = next((hook for hook in list(hooks.values()) if isinstance(hook, kind)), None)
     if found is None:
         found = kind()
         register(found)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -124,6 +126,34 @@ def test_an_owner_may_be_collected_while_others_are_told(optimizer: torch.optim.
     optimizer.step()
 
     assert told == ["first", "last"] * 2
+
+
+def test_another_thread_may_add_owners_during_steps(optimizer: torch.optim.Optimizer) -> None:
+    """As a model does that is built while another one is trained."""
+    owners = [Owner() for _ in range(500)]
+    late = [Owner() for _ in range(2000)]
+
+    def add(added: list[Owner]) -> None:
+        for owner in added:
+            before_optimizer_steps(owner, partial(_note_kind, owner.told))
+            after_optimizer_steps(owner, Owner.note)
+
+    add(owners)
+    adding = threading.Thread(target=add, args=(late,))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        adding.start()
+        steps = 0
+        while adding.is_alive() or not steps:
+            optimizer.step()
+            steps += 1
+    finally:
+        sys.setswitchinterval(interval)
+        adding.join(60.0)
+    assert all(owner.told == ["SGD", "after"] * steps for owner in owners)
+    optimizer.step()
+    assert all(owner.told[-2:] == ["SGD", "after"] for owner in late)
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
