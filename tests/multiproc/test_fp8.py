@@ -61,8 +61,7 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
     ("recipe", "ranks", "alignment", "kinds"),
     [
         ("MXFP8BlockScaling", 2, 32, bodies.KINDS),
-        ("NVFP4BlockScaling", 2, 32, bodies.KINDS[-1:]),
-        pytest.param("NVFP4BlockScaling", 2, 32, bodies.KINDS[:-1], marks=pytest.mark.slow),
+        pytest.param("NVFP4BlockScaling", 2, 32, bodies.KINDS, marks=pytest.mark.slow),
         *(pytest.param(recipe, 4, 128, bodies.KINDS[:1], marks=pytest.mark.slow) for recipe in bodies.APART),
     ],
 )
@@ -120,6 +119,7 @@ def test_python_calls_of_a_format_do_not_grow(recipe: str) -> None:
         assert 0 < calls <= CALLS[recipe][part], (part, calls)
 
 
+@pytest.mark.slow
 def test_what_is_refused_of_formats_with_rows_and_columns_apart() -> None:
     for answers in run_distributed(bodies.refused_on_blackwell, 5, args=(str(SHARED),), fresh=True):
         assert set(answers) == {"square", "dequantized", "dequantized in FP4", "4 over 6", "alignment", "too old"}

@@ -204,6 +204,7 @@ def body(rank: int, world_size: int, count: int) -> int:
     return compare_loads(3, 0.1, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_find_and_put_back_changes_as_the_host_does() -> None:
     assert run_distributed(body, 1, None, args=(examples(20),), fresh=True)[0] > 0
