@@ -45,6 +45,7 @@ _REPEATS = 1  # after the first push, which makes links
 _VERSIONS = 1 + _REPEATS + 1  # and one that is compared with and not pushed
 _STAGING_BYTES = 256 << 20
 _TELLS = 10.0
+_AGREES, _DIFFERS = "agrees", "differs"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def row(model: str, trainer: str, engine: str, found: Outcome, most_kl: float) -
     """The row for an outcome, with its verdict."""
     agrees = found.kl <= most_kl and _TELLS * found.kl <= found.untouched_kl
     seconds = statistics.median(found.seconds.get("push", [math.nan]))
-    verdict = found.failure or ("agrees" if agrees else "differs")
+    verdict = found.failure or (_AGREES if agrees else _DIFFERS)
     return Row(model, trainer, engine, seconds, found.kl, found.largest_error, found.untouched_kl, verdict)
 
 
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=positive_seconds, default=120.0, help="seconds that one step may take")
     parser.add_argument("--limit", type=positive_seconds, default=600.0, help="seconds of one trainer")
     parser.add_argument(
-        "--json", type=Path, help="write all figures here; rows that it has are kept, and not run again"
+        "--json", type=Path, help="write all figures here; comparisons that it has are kept, and not made again"
     )
     return parser
 
@@ -149,16 +150,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     content = msgspec.json.encode({"rows": [asdict(item) for item in rows]})
                     options.json.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
     Console(highlight=False).print(table(rows))
-    return int(any(one.verdict != "agrees" for one in rows))
+    return int(any(one.verdict != _AGREES for one in rows))
 
 
 def load(path: Path) -> list[Row]:
     """The rows of a file that ``--json`` named."""
-    return msgspec.convert(msgspec.json.decode(path.read_bytes())["rows"], list[Row])
+    rows = msgspec.json.decode(path.read_bytes())["rows"]
+    # JSON has no NaN, which the figures of a failed push are, and null stands for it.
+    found = [{name: math.nan if value is None else value for name, value in one.items()} for one in rows]
+    return msgspec.convert(found, list[Row])
 
 
 def _known(path: Path | None) -> list[Row]:
-    return load(path) if path is not None and path.exists() else []
+    """The comparisons of an earlier run; what failed is tried again."""
+    rows = load(path) if path is not None and path.exists() else []
+    return [one for one in rows if one.verdict in (_AGREES, _DIFFERS)]
 
 
 def _pushes(options: argparse.Namespace, engine: str, known: set[tuple[str, str, str]], folder: Path) -> Iterator[Row]:
@@ -180,7 +186,9 @@ def _pushes(options: argparse.Namespace, engine: str, known: set[tuple[str, str,
                 found = _push(options, written, server, trainer, gpus, number * _VERSIONS)
                 yield row(options.model, trainer, engine, found, options.most_kl)
     except ServerError as error:
-        yield row(options.model, missing[0], engine, Outcome(engine, failure=str(error)), options.most_kl)
+        print(error, file=sys.stderr)  # with the end of its log; the last line says why
+        failure = str(error).splitlines()[-1]
+        yield row(options.model, missing[0], engine, Outcome(engine, failure=failure), options.most_kl)
 
 
 def _push(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -265,7 +266,9 @@ class Trainer:
             generator = torch.Generator().manual_seed(5)
             prompts = torch.randint(0, ALPHABET, (_SAMPLES, _PROMPT), generator=generator).tolist()
             try:
-                answers = [[self.server.sample(prompt, _LENGTH, seed) for seed, prompt in enumerate(prompts)]]
+                with ThreadPoolExecutor(_SAMPLES) as pool:
+                    seeds = range(_SAMPLES)
+                    answers = [list(pool.map(self.server.sample, prompts, [_LENGTH] * _SAMPLES, seeds))]
             except ServerError as error:
                 answers = [error]
         dist.broadcast_object_list(answers, 0)

@@ -151,7 +151,7 @@ class Sweep:
 
         Args:
             top: how many.
-            seconds: after which no run is begun, and at which a run is ended.
+            seconds: after which no run is begun, and at which a run is ended, to be begun anew by the next sweep.
             timeout_s: of one run.
         """
         deadline = time.monotonic() + seconds
@@ -160,14 +160,18 @@ class Sweep:
             one = next(one for one in self.candidates if one.outcome is None)
             outcome = self.state.known(one.command, self.device)
             if outcome is None:
+                over = f"{seconds:.0f} s are over (--seconds); the same command goes on from {self.state.path}"
                 left = deadline - time.monotonic()
                 if left < min(_SHORTEST_S, seconds):
-                    self.say(f"{seconds:.0f} s are over (--seconds); the same command goes on from {self.state.path}")
+                    self.say(over)
                     return
                 self.say(f"run {number} of {top}: {one.layout}")
                 outcome = self.start(
                     one.command, self.question.arguments(one.layout, self.machine.ranks_per_host), min(timeout_s, left)
                 )
+                if outcome.status == Status.TIMEOUT and left < timeout_s:
+                    self.say(over)  # and nothing is known about the layout, which had less time than others
+                    return
                 self.state.add(outcome)
             at = self.candidates.index(one)
             self.candidates[at] = replace(one, outcome=outcome)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from benchmarks import refit_meshes
 from benchmarks.refit_meshes import Row, engine_arguments, load, main, row, table
 from benchmarks.refit_vllm_trainer import Outcome
 from megatron_patches.refit.cluster import engine_mesh
@@ -72,6 +73,16 @@ def test_rows_that_are_known_are_shown_and_not_run_again(tmp_path: Path, capsys:
     assert main(arguments) == 0
     assert load(file) == [known]
     assert "agrees" in capsys.readouterr().out
+
+
+def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "meshes.json"
+    failed = Row("tiny", "tp=2", "tp=1", math.nan, math.nan, math.nan, math.nan, "the worker left")
+    file.write_bytes(msgspec.json.encode({"rows": [failed]}))
+    pushed = Row("tiny", "tp=2", "tp=1", 0.5, 2e-4, 0.125, 3.0, "agrees")
+    monkeypatch.setattr(refit_meshes, "_pushes", lambda *_: iter([pushed]))
+    assert main(["--device", "cpu", "--from", "tp=2", "--to", "tp=1", "--json", str(file)]) == 0
+    assert load(file) == [pushed]
 
 
 def test_page_shows_the_table_of_the_report() -> None:

@@ -185,6 +185,16 @@ def test_time_that_is_over_ends_a_sweep(tmp_path: Path) -> None:
     assert best(begun.candidates) is None
 
 
+def test_a_run_that_the_end_of_a_sweep_cuts_short_is_run_again(tmp_path: Path) -> None:
+    cut, started = sweep(tmp_path, [(Status.TIMEOUT, None)])
+    cut.run(3, 29.0, 30.0)
+    assert len(started) == 1
+    assert StateFile(tmp_path / "state.jsonl").outcomes == []
+    again, restarted = sweep(tmp_path, [(Status.OK, 0.5)])
+    again.run(1, 60.0, 30.0)
+    assert restarted == started
+
+
 def test_a_run_is_judged_by_its_slowest_and_its_fullest_rank() -> None:
     def steps(seconds: float, peak: int, symmetric: int) -> list[Step]:
         first = [Step(step, 1.0, 1.0, 100.0, 0, 9 * GIB, 0, 0, 0) for step in range(2)]
