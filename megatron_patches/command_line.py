@@ -90,20 +90,11 @@ def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
     return replacement
 
 
-def _with_cpu_settings(parse_args: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(parse_args)
-    def replacement(*args: Any, **kwargs: Any) -> argparse.Namespace:
-        parsed: argparse.Namespace = parse_args(*args, **kwargs)
-        if cpu.needed():
-            cpu.set_required_arguments(parsed)
-        return parsed
-
-    return replacement
-
-
 def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        if cpu.needed():
+            cpu.set_required_arguments(args)
         try:
             arguments.apply_to_megatron(args)
             arguments.check(args)
@@ -164,15 +155,10 @@ def records(api: WeightShardSeam) -> tuple[PatchRecord, ...]:
             sha256="a020f70583f160f2",
         ),
         PatchRecord(
-            target=f"{module}:parse_args",
-            replace=_with_cpu_settings,
-            reason="a CPU run needs other values than Megatron's defaults",
-            sha256="d7de3b150d7b2140",
-        ),
-        PatchRecord(
             target=f"{module}:validate_args",
             replace=functools.partial(_with_checks, api=api),
-            reason="sets Megatron's shard counts and refuses what would not train correctly, before Megatron's checks",
+            reason="sets Megatron's shard counts, and on a CPU what it needs there, and refuses what would not train "
+            "correctly, before Megatron's checks",
             sha256="f379171b89b5c726",
         ),
     )
