@@ -76,6 +76,18 @@ def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
     parser.error = told  # type: ignore[method-assign]
 
 
+def _refuse_yaml(parser: argparse.ArgumentParser) -> None:
+    """Refuse ``--yaml-cfg`` while it is parsed: with it, Megatron never calls ``validate_args``, where all else is."""
+
+    def refuse(_file: str) -> NoReturn:
+        message = "--yaml-cfg does not work with this launcher: the file replaces the whole command line, --etp-size "
+        exit_with(message + "included; give the settings as flags", int(os.environ.get("RANK", "0")))
+
+    for action in parser._actions:
+        if "--yaml-cfg" in action.option_strings:
+            action.type = refuse
+
+
 def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_megatron_arguments)
     def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,6 +97,7 @@ def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
         _show_first(parser, of_megatron)
         _mend_help(parser)
         _tell_mistakes_in_one_line(parser)
+        _refuse_yaml(parser)
         return parser
 
     return replacement
