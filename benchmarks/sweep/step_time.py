@@ -33,6 +33,7 @@ class Machine:
         c10d_cost: that share for NCCL's kernels.
         host_per_layer: seconds in which the host enqueues a layer's forward and backward.
         host_per_etp_layer: seconds that ETP adds to that.
+        host_per_ring_layer: seconds that the ring of context parallelism adds.
     """
 
     flops_per_s: float = 500e12
@@ -44,6 +45,7 @@ class Machine:
     c10d_cost: float = 0.6
     host_per_layer: float = 5e-3
     host_per_etp_layer: float = 5e-3
+    host_per_ring_layer: float = 8e-3
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ def step_seconds(model: Model, layout: Layout, training: Training, machine: Mach
     beside, added = _beside(model, layout, training, machine)
     hidden = added + max(0.0, beside - compute)
     etp = layout.etp * layout.expert_etp > 1
-    enqueuing = machine.host_per_layer + (machine.host_per_etp_layer if etp else 0.0)
+    enqueuing = machine.host_per_layer
+    enqueuing += machine.host_per_etp_layer if etp else 0.0
+    enqueuing += machine.host_per_ring_layer if layout.cp > 1 else 0.0
     host = max(0.0, model.shape.layers // layout.pp * enqueuing - (compute + exposed + hidden))
     once = _replica_seconds(model, layout, training, machine)
     once = max(0.0, once - compute) + machine.c10d_cost * min(once, compute)

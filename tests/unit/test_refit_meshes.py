@@ -19,6 +19,7 @@ from megatron_patches.refit.cluster import engine_mesh
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "live_refit.md"
 REPORT = ROOT / "docs" / "performance" / "refit-meshes-cpu.json"
+REPORT_OF_GPUS = ROOT / "docs" / "performance" / "refit-meshes-h200x2.json"
 
 
 @pytest.mark.parametrize(
@@ -85,14 +86,16 @@ def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load(file) == [pushed]
 
 
-def test_page_shows_the_table_of_the_report() -> None:
-    rows = load(REPORT)
-    assert len(rows) >= 12
+@pytest.mark.parametrize(("report", "model", "least"), [(REPORT, "tiny", 12), (REPORT_OF_GPUS, "qwen3-8b", 2)])
+def test_page_shows_the_table_of_the_report(report: Path, model: str, least: int) -> None:
+    rows = load(report)
+    assert len(rows) >= least
     assert {one.verdict for one in rows} == {"agrees"}
     printed = io.StringIO()
     Console(file=printed, width=200).print(table(rows))
-    table_of_page = [line for line in PAGE.read_text().splitlines() if line.startswith("| tiny")]
-    assert table_of_page == [line.strip() for line in printed.getvalue().splitlines() if line.startswith("| tiny")]
+    table_of_page = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {model}")]
+    printed_rows = [line.strip() for line in printed.getvalue().splitlines() if line.startswith(f"| {model}")]
+    assert table_of_page == printed_rows
 
 
 def test_commands_of_the_page_would_make_the_report() -> None:
