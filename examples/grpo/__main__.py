@@ -257,8 +257,15 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.engine_python == sys.executable and importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed; `make venv` installs it, --engine-python names another environment")
+    for name in ("steps", "pretraining", "engines"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
+    if options.kl is not None and options.kl < 0:
+        parser.error(f"--kl is {options.kl:g}; the weight of a penalty must be at least 0")
     if options.kill_at is not None and options.engines < 2:
         parser.error("--kill-at leaves no engine to sample from; add --engines 2")
+    if options.kill_at is not None and not 0 <= options.kill_at < options.steps - 1:
+        parser.error(f"--kill-at is {options.kill_at}, and no step of {options.steps} follows; choose an earlier one")
     if options.ranks is None:
         options.ranks = 1 if options.device == "cuda" else 4
     try:
