@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.vllm_process import ON_A_CPU, ServerError, running_server
+from examples.vllm_process import ON_A_CPU, ServerError, starting_server
 from megatron_patches.refit.credentials import Credentials
 
 __all__ = ["ALPHABET", "Sample", "ServerError", "VllmServer", "serve"]
@@ -111,5 +111,6 @@ def serve(model: Path, backend: str, gpus: Sequence[int], arguments: Sequence[st
     """
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **({} if gpus else ON_A_CPU)}
     more = ["--dtype", "bfloat16", "--tensor-parallel-size", str(max(1, len(gpus))), *arguments]
-    with running_server(model, "benchmark", backend, more, variables, log) as server:
+    with starting_server(model, "benchmark", backend, more, variables, log) as server:
+        server.wait()
         yield VllmServer(int(server.url.rpartition(":")[2]))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from examples.vllm_process import ON_A_CPU, ServerError, running_server
+from examples.vllm_process import ON_A_CPU, ServerError, starting_server
 
 
 def write_byte_tokenizer(folder: Path, end: int) -> None:
@@ -76,5 +76,6 @@ def serve(model: Path, length: int, log: Path) -> Iterator[Server]:
         *("--middleware", "megatron_patches.refit.vllm.version_header.WeightsVersionHeader"),
         *("--worker-extension-cls", "megatron_patches.refit.vllm.worker.RefitWorker"),
     ]
-    with running_server(model, "quickstart", "etp", arguments, ON_A_CPU, log) as server:
+    with starting_server(model, "quickstart", "etp", arguments, ON_A_CPU, log) as server:
+        server.wait()
         yield Server(server.url)

@@ -78,7 +78,7 @@ class RunningServer:
         """Whether it has answered. One that ended because another process had bound its port is started again.
 
         Raises:
-            ServerError: as :func:`running_server` does.
+            ServerError: with the end of its log and the first error in it, if it does not start.
         """
         if self._answered:
             return True
@@ -97,7 +97,7 @@ class RunningServer:
         return False
 
     def wait(self) -> None:
-        """Wait until it answers; raises ServerError as :func:`running_server` does."""
+        """Wait until it answers; raises ServerError as :meth:`is_up` does."""
         while not self.is_up():
             time.sleep(_POLL_S)
 
@@ -151,28 +151,6 @@ def starting_server(
         yield server
     finally:
         server.end()
-
-
-@contextmanager
-def running_server(
-    model: Path,
-    name: str,
-    backend: str,
-    arguments: Sequence[str],
-    variables: Mapping[str, str],
-    log: Path,
-    python: str = sys.executable,
-    *,
-    port: int = 0,
-) -> Iterator[RunningServer]:
-    """Start a server as :func:`starting_server` does, and wait until it answers.
-
-    Raises:
-        ServerError: with the end of its log and the first error in it, if it does not start.
-    """
-    with starting_server(model, name, backend, arguments, variables, log, python, port=port) as server:
-        server.wait()
-        yield server
 
 
 def _first_error(said: str) -> str:

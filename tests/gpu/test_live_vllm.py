@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from examples.serving import write_byte_tokenizer
-from examples.vllm_process import running_server
+from examples.vllm_process import starting_server
 from megatron_patches.refit import KVScales
 from megatron_patches.refit.engines import SleepMode
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -120,7 +120,8 @@ class Servers:
             write_byte_tokenizer(model, 255)
         given = [*ARGUMENTS, "--load-format", load, *arguments]
         of_process = {**VARIABLES, **variables, "PYTHONPATH": self._path}
-        running = self._running.enter_context(running_server(model, MODEL, "etp", given, of_process, log))
+        running = self._running.enter_context(starting_server(model, MODEL, "etp", given, of_process, log))
+        running.wait()
         return VllmServer(running.url, log, process=running.process.pid)
 
     def fresh(self, model: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})) -> State:

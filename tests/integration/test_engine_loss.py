@@ -19,7 +19,7 @@ import pytest
 
 from examples.quickstart import MODEL, SEQUENCE, VOCABULARY
 from examples.serving import write_byte_tokenizer
-from examples.vllm_process import ON_A_CPU, RunningServer, running_server
+from examples.vllm_process import ON_A_CPU, RunningServer, starting_server
 
 pytestmark = [
     pytest.mark.integration,
@@ -129,7 +129,8 @@ def training(folder: Path, url: str, *flags: str) -> Iterator[Training]:
 def server(folder: Path, port: int, log: str) -> Iterator[RunningServer]:
     arguments = f"--dtype float32 --enforce-eager --max-model-len {SEQUENCE} --block-size 32".split()
     variables = ON_A_CPU | {"TORCH_COMPILE_DISABLE": "1"}
-    with running_server(folder, "under-test", "etp", arguments, variables, folder / log, port=port) as running:
+    with starting_server(folder, "under-test", "etp", arguments, variables, folder / log, port=port) as running:
+        running.wait()
         yield running
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from examples.serving import write_byte_tokenizer
-from examples.vllm_process import ON_A_CPU, running_server
+from examples.vllm_process import ON_A_CPU, starting_server
 from megatron_patches.refit.credentials import Credentials
 from tests.support.completion import Completion
 from tests.support.prepared import engine_python
@@ -155,6 +155,7 @@ def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str, api
     variables = ON_A_CPU | {"TORCH_COMPILE_DISABLE": "1"}
     if api_key:
         variables = {**variables, "VLLM_API_KEY": api_key}
-    with running_server(folder, MODEL, "etp", more, variables, log, engine_python()) as server:
+    with starting_server(folder, MODEL, "etp", more, variables, log, engine_python()) as server:
+        server.wait()
         shown = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         yield VllmServer(server.url, log, shown, server.process.pid)

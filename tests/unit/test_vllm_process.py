@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples import vllm_process
-from examples.vllm_process import ServerError, running_server
+from examples.vllm_process import ServerError, starting_server
 
 SERVER = """
 import http.server, pathlib, sys
@@ -40,7 +40,8 @@ def write(script: Path, last: str) -> None:
 
 
 def start(tmp_path: Path, script: Path) -> bool:
-    with running_server(tmp_path, "model", "etp", (), {}, tmp_path / "log", str(script)) as server:
+    with starting_server(tmp_path, "model", "etp", (), {}, tmp_path / "log", str(script)) as server:
+        server.wait()
         return server.process.poll() is None
 
 
