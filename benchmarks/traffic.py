@@ -241,6 +241,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("ranks", "layers", "hidden", "ffn", "vocabulary", "microbatches"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
+    if (ranks := int(os.environ.get("WORLD_SIZE", arguments.ranks))) < 2:
+        parser.error(f"{ranks} rank has all shards, so nothing moves; start at least 2")
     if "RANK" in os.environ:
         one_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, arguments)
         return 0

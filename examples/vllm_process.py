@@ -124,7 +124,9 @@ def starting_server(
     *,
     port: int = 0,
 ) -> Iterator[RunningServer]:
-    """Start a server whose weights are random until weights are pushed, without waiting; it ends with the context.
+    """Start a server whose weights are random until weights are pushed; it ends with the context.
+
+    It takes a while until the server answers: call :meth:`RunningServer.wait` before the first request.
 
     Args:
         model: folder with a configuration and a tokenizer.

@@ -51,7 +51,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
     if cpu.needed():
         cpu.prepare_environment()
         cpu.silence_random_state_warning()
-        cpu.silence_warnings_of_gpus()
+        cpu.silence_inapplicable_warnings()
     if api is None:
         from megatron_patches.weight_shard_api import WeightShardApi
 

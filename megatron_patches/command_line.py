@@ -76,6 +76,18 @@ def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
     parser.error = told  # type: ignore[method-assign]
 
 
+def _refuse_yaml(parser: argparse.ArgumentParser) -> None:
+    """Refuse ``--yaml-cfg`` while it is parsed: with it, Megatron never calls ``validate_args``, where all else is."""
+
+    def refuse(_file: str) -> NoReturn:
+        message = "--yaml-cfg does not work with this launcher: the file replaces the whole command line, --etp-size "
+        exit_with(message + "included; give the settings as flags", int(os.environ.get("RANK", "0")))
+
+    for action in parser._actions:
+        if "--yaml-cfg" in action.option_strings:
+            action.type = refuse
+
+
 def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_megatron_arguments)
     def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,18 +97,8 @@ def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
         _show_first(parser, of_megatron)
         _mend_help(parser)
         _tell_mistakes_in_one_line(parser)
+        _refuse_yaml(parser)
         return parser
-
-    return replacement
-
-
-def _with_cpu_settings(parse_args: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(parse_args)
-    def replacement(*args: Any, **kwargs: Any) -> argparse.Namespace:
-        parsed: argparse.Namespace = parse_args(*args, **kwargs)
-        if cpu.needed():
-            cpu.set_required_arguments(parsed)
-        return parsed
 
     return replacement
 
@@ -104,6 +106,8 @@ def _with_cpu_settings(parse_args: Callable[..., Any]) -> Callable[..., Any]:
 def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        if cpu.needed():
+            cpu.set_required_arguments(args)
         try:
             arguments.apply_to_megatron(args)
             arguments.check(args)
@@ -164,15 +168,10 @@ def records(api: WeightShardSeam) -> tuple[PatchRecord, ...]:
             sha256="a020f70583f160f2",
         ),
         PatchRecord(
-            target=f"{module}:parse_args",
-            replace=_with_cpu_settings,
-            reason="a CPU run needs other values than Megatron's defaults",
-            sha256="d7de3b150d7b2140",
-        ),
-        PatchRecord(
             target=f"{module}:validate_args",
             replace=functools.partial(_with_checks, api=api),
-            reason="sets Megatron's shard counts and refuses what would not train correctly, before Megatron's checks",
+            reason="sets Megatron's shard counts, and on a CPU what it needs there, and refuses what would not train "
+            "correctly, before Megatron's checks",
             sha256="f379171b89b5c726",
         ),
     )

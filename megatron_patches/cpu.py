@@ -75,19 +75,20 @@ def silence_random_state_warning() -> None:
         tracker_logger.addFilter(_NotOnCpu())
 
 
-# Warnings about what only GPUs can use; nothing can be done about them on a CPU.
-_OF_GPUS = (
+# Warnings about what only GPUs can use, and about a kind of model that Megatron imports in every run.
+_INAPPLICABLE = (
     "Apex is not installed.",
     "Transformer Engine and Apex are not installed.",
     "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0.",
     "'pin_memory' argument is set as true but no accelerator is found",
+    "MimoModelConfig is experimental and still under active development.",
 )
 
 
-def silence_warnings_of_gpus() -> None:
-    """Suppress warnings about missing packages that only GPUs can use, also in processes that this one spawns."""
+def silence_inapplicable_warnings() -> None:
+    """Suppress warnings about what a CPU run does not use, also in processes that this one spawns."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
-    for beginning in _OF_GPUS:
+    for beginning in _INAPPLICABLE:
         warnings.filterwarnings("ignore", re.escape(beginning))
         option = f"ignore:{beginning}"
         if option not in sys.warnoptions:  # passed on by multiprocessing

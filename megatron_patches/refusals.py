@@ -285,11 +285,6 @@ REFUSALS = (
         "drop one: Transformer Engine's weights are filled after they were cut",
     ),
     Refusal(
-        "--yaml-cfg",
-        _is_set("yaml_cfg"),
-        "give the settings as flags: a YAML file replaces the parsed command line, --etp-size included",
-    ),
-    Refusal(
         "--inprocess-restart",
         _is_set("inprocess_restart"),
         "restart the processes, with torchrun --max-restarts: the model of before the fault outlives it in a process, "

@@ -286,7 +286,7 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
         ("part", "all of the plan" if plan.part is None else str(plan.part)),
         ("moved", f"{size_text(plan.nbytes)} in {len(plan.transfers)} transfers"),
         ("within hosts", size_text(traffic.bytes_within_hosts)),
-        ("floor", f"egress {traffic.egress_seconds:.4g} s, ingress {traffic.ingress_seconds:.4g} s"),
+        ("least time", f"egress {traffic.egress_seconds:.4g} s, ingress {traffic.ingress_seconds:.4g} s"),
         ("proof", _proved(outcome)),
     ]
     rules = Counter(f"{item.dtype}, {item.rule}" for item in outcome.verdict.conversions)

@@ -201,6 +201,10 @@ def test_the_error_of_a_script_is_the_last_thing_that_torchrun_says(tmp_path: Pa
     [
         (("--etp-size", "two"), "argument --etp-size: invalid int value: 'two'; --help lists what there is"),
         (("--etp-transport", "foo"), "argument --etp-transport: invalid choice: 'foo' (choose from "),
+        (
+            ("--yaml-cfg", "run.yaml"),
+            "the file replaces the whole command line, --etp-size included; give ",
+        ),
         (("--etp-sise", "2"), "unrecognized arguments: --etp-sise 2; did you mean --etp-size?"),
         (
             ("--etp-size", "2", "--vocab-size", "0"),

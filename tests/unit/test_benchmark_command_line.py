@@ -37,6 +37,7 @@ ON_CPU = ("--model", "tiny", "--device", "cpu")
         ("long_run", ["--variants", "c10d+pigeon"], "--variants c10d+pigeon: give stock"),
         ("long_run", ["--etp-size", "3"], "--etp-size 3 does not divide --ranks 2"),
         ("traffic", ["--microbatches", "0"], "--microbatches is 0; it must be at least 1"),
+        ("traffic", ["--ranks", "1"], "1 rank has all shards, so nothing moves; start at least 2"),
         ("overlap", ["--repeats", "2"], "at least 3"),
         ("trace_kinds", ["/nonexistent.json", "--passes", "2"], "/nonexistent.json is not a file"),
         ("host_work", ["--repeats", "0"], "--repeats: 0 is not above 0"),

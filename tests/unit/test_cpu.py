@@ -134,7 +134,7 @@ def test_warnings_of_what_only_gpus_have_are_silenced_also_in_spawned_processes(
             if sys.warnoptions:  # a spawned process has them as -W options
                 warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
             else:
-                cpu.silence_warnings_of_gpus()
+                cpu.silence_inapplicable_warnings()
             for text in (*inapplicable, "loss is nan"):
                 warnings.warn(text, stacklevel=1)
         return [str(warning.message) for warning in seen]

@@ -126,7 +126,7 @@ def test_readme_recommends_by_what_was_measured() -> None:
     """The table of systems to choose from, and the sentence below the chart."""
     page = (ROOT / "README.md").read_text()
     measured = train_report.rows(_reports(TRAINING["h200x2"]))
-    ratios = {name: [row.ratio for row in measured if row.system == name] for name in {row.system for row in measured}}
+    systems = {name: [row for row in measured if row.system == name] for name in {row.system for row in measured}}
     rows = {cells[0]: cells for cells in _cells(ROOT / "README.md")}
     for name, system in (
         ("ETP", "etp_copy_engine"),
@@ -136,7 +136,8 @@ def test_readme_recommends_by_what_was_measured() -> None:
         ("tensor parallelism", "tp"),
         ("data parallelism, distributed optimizer", "dp"),
     ):
-        assert rows[name][2] == ", ".join(f"{ratio:.2f}" for ratio in ratios[system]), name
+        assert rows[name][2] == ", ".join(f"{row.ratio:.2f}" for row in systems[system]), name
+        assert {rows[name][3]} == {f"{row.held_gib:.1f}" for row in systems[system]}, name
     added = train_chart.added(_reports(TRAINING["h200x2"]))
     ours = [*added["etp_copy_engine"].values(), *added["etp_copy_engine_graph"].values()]
     others = [percent for name in ("upstream_gtp", "megatron_fsdp", "fsdp2") for percent in added[name].values()]
@@ -148,7 +149,7 @@ def test_readme_recommends_by_what_was_measured() -> None:
         next(row.ms for row in train_report.rows(_reports((name,))) if row.system == "etp_copy_engine_graph")
         for name in ("h100x2-fp8-block", "h100x2-etp")
     )
-    assert rows["ETP"][3] == f"gathers FP8: {fp8 / bf16:.2f} of the bf16 step"
+    assert rows["ETP"][4] == f"gathers FP8; on 2 H100 with CUDA graphs, {fp8 / bf16:.2f} of the bf16 step"
 
 
 def test_commands_of_refits_would_write_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
