@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,9 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from examples.grpo import sums
 from examples.grpo.report import Reader, Step, plot, table
+from examples.grpo.servers import start_servers
 from examples.quickstart import QuickstartError, quiet, run, torchrun
-from examples.serving import write_byte_tokenizer
-from examples.vllm_process import ON_A_CPU, RunningServer, ServerError, starting_server
+from examples.vllm_process import ServerError
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.hf_flags import model_flags
 from megatron_patches.refit.source.config_traits import read_config
@@ -75,83 +74,6 @@ def megatron_flags(config: Mapping[str, object], device: str) -> list[str]:
         f"--log-interval 1 --eval-iters 0 --eval-interval 100000 {'--bf16' if device == 'cuda' else ''}"
     )
     return [*model_flags(config), *flags.split()]
-
-
-class Engines:
-    """vLLM servers on this machine, which begin to start at once.
-
-    Attributes:
-        urls: their base URLs.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: Mapping[str, object],
-        gpus: Sequence[str],
-        number: int,
-        python: str,
-        stack: ExitStack,
-    ) -> None:
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        write_byte_tokenizer(folder, END)
-        self._folder, self._gpus, self._python, self._stack = folder, gpus, python, stack
-        self._servers = [self._start(at, f"vllm{at}.log") for at in range(number)]
-        self.urls = [server.url for server in self._servers]
-
-    def _start(self, at: int, log: str, port: int = 0) -> RunningServer:
-        arguments = [
-            *f"--enforce-eager --max-model-len {LENGTH} --seed {SEED}".split(),
-            *("--middleware", "megatron_patches.refit.vllm.version_header.WeightsVersionHeader"),
-            *("--worker-extension-cls", "megatron_patches.refit.vllm.worker.RefitWorker"),
-        ]
-        if self._gpus:
-            arguments += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.5"]  # the rest is for new weights
-            variables = {"CUDA_VISIBLE_DEVICES": self._gpus[at]}
-        else:
-            arguments += ["--dtype", "float32", "--block-size", "32"]
-            # Compiling is not worthwhile for such a small model, and vLLM would start compilers first.
-            variables = {**ON_A_CPU, "TORCH_COMPILE_DISABLE": "1"}
-        server = starting_server(
-            self._folder, "sums", "etp", arguments, variables, self._folder / log, self._python, port=port
-        )
-        return self._stack.enter_context(server)
-
-    def kill(self, url: str) -> None:
-        """Kill a server as if its machine were lost, and begin to start another one on its port."""
-        at = self.urls.index(url)
-        lost = self._servers[at].process
-        os.killpg(lost.pid, signal.SIGKILL)
-        lost.wait(60.0)
-        self._servers[at] = self._start(at, "vllm-back.log", int(url.rpartition(":")[2]))
-
-    def look(self) -> None:
-        """Look after servers that are starting; raises ServerError if one does not start."""
-        for server in self._servers:
-            server.is_up()
-
-    def wait(self) -> None:
-        """Wait until all servers answer; raises ServerError if one does not start."""
-        for server in self._servers:
-            server.wait()
-
-
-@contextmanager
-def engines(
-    folder: Path, config: Mapping[str, object], number: int, gpus: Sequence[str] = (), python: str = sys.executable
-) -> Iterator[Engines]:
-    """Start servers, which end with the context.
-
-    Args:
-        folder: for the model's files and logs.
-        config: content of the model's ``config.json``.
-        number: of servers.
-        gpus: one for each, as ``CUDA_VISIBLE_DEVICES`` names them; none for a build of vLLM for CPUs.
-        python: the interpreter of vLLM's environment.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        yield Engines(folder, config, gpus, number, python, stack)
 
 
 def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[None]:
@@ -257,8 +179,15 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.engine_python == sys.executable and importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed; `make venv` installs it, --engine-python names another environment")
+    for name in ("steps", "pretraining", "engines"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
+    if options.kl is not None and options.kl < 0:
+        parser.error(f"--kl is {options.kl:g}; the weight of a penalty must be at least 0")
     if options.kill_at is not None and options.engines < 2:
         parser.error("--kill-at leaves no engine to sample from; add --engines 2")
+    if options.kill_at is not None and not 0 <= options.kill_at < options.steps - 1:
+        parser.error(f"--kill-at is {options.kill_at}, and no step of {options.steps} follows; choose an earlier one")
     if options.ranks is None:
         options.ranks = 1 if options.device == "cuda" else 4
     try:
@@ -319,7 +248,9 @@ def main() -> int:
     try:
         with (
             Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console) as progress,
-            engines(folder / "vllm", options.config, number, options.engine_gpus, options.engine_python) as servers,
+            start_servers(
+                folder / "vllm", options.config, LENGTH, number, options.engine_gpus, options.engine_python
+            ) as servers,
         ):
             for _ in pretrain(folder, options, progress):
                 servers.look()

@@ -75,13 +75,18 @@ def load_reward(name: str) -> Reward:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse settings that contradict each other.
+    """Refuse settings that are out of range or contradict each other.
 
     Raises:
         GrpoError: naming the flag.
     """
     if not args.refit_engines:
         raise GrpoError("no engine to ask: give --refit-engines")
+    for name in ("grpo_samples", "grpo_tokens", "grpo_held_out_interval"):
+        if getattr(args, name) < 1:
+            raise GrpoError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if args.grpo_clip <= 0:
+        raise GrpoError(f"--grpo-clip is {args.grpo_clip:g}; it must be above 0")
     if args.dataloader_type != "external":
         raise GrpoError(f"--dataloader-type is {args.dataloader_type}; samples come from outside, so give external")
     if args.global_batch_size % args.grpo_samples:
@@ -91,7 +96,7 @@ def check(args: argparse.Namespace) -> None:
     if args.virtual_pipeline_model_parallel_size:
         raise GrpoError("a virtual pipeline would ask for samples once per chunk; leave it out")
     if args.grpo_kl < 0:
-        raise GrpoError(f"--grpo-kl is {args.grpo_kl:g}; a penalty has a weight of 0 or more")
+        raise GrpoError(f"--grpo-kl is {args.grpo_kl:g}; the weight of a penalty must be at least 0")
     if args.grpo_kl and args.grpo_reference is None:
         raise GrpoError(f"--grpo-kl is {args.grpo_kl:g}; give --grpo-reference, the engine of the reference")
     if not args.refit_wait and args.grpo_lag == 0:

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from examples.grpo import sums
-from examples.grpo.__main__ import CONFIG, LENGTH, SEED, byte_level, engines, megatron_flags, push_checkpoint
+from examples.grpo.__main__ import CONFIG, LENGTH, SEED, byte_level, megatron_flags, push_checkpoint
 from examples.grpo.engines import Engine
+from examples.grpo.servers import start_servers
 from megatron_patches.refit.credentials import Credentials
 from tests.integration.grpo_rewards import RESTARTED_LOG, SCORED_BEFORE_FAILURE
 
@@ -212,7 +213,7 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with engines(tmp_path_factory.mktemp("servers") / "vllm", MODEL, 2) as started:
+    with start_servers(tmp_path_factory.mktemp("servers") / "vllm", MODEL, LENGTH, 2) as started:
         started.wait()
         yield Servers(*started.urls)
 

@@ -39,6 +39,10 @@ def test_a_model_of_another_shape_reads_bytes() -> None:
         (["--model", "pigeon.json"], "--model pigeon.json: cannot read pigeon.json"),
         (["--model", str(QWEN3)], "holds a run of another model; name another folder"),
         (["--kill-at", "3"], "--kill-at leaves no engine to sample from; add --engines 2"),
+        (["--kill-at", "59", "--engines", "2"], "--kill-at is 59, and no step of 60 follows; choose an earlier one"),
+        (["--engines", "0"], "--engines is 0; it must be at least 1"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--kl", "-1"], "--kl is -1; the weight of a penalty must be at least 0"),
         pytest.param(
             ["--device", "cuda", "--kl", "0"],
             "--device cuda: 1 process(es) and the servers need 3 GPUs; PyTorch sees 0",
