@@ -113,7 +113,7 @@ def calibrated(machine: Machine, predict: Callable[[Machine], float], measured_s
             traffic and optimizer alone are, arithmetic counts as all but free.
     """
     if predict(replace(machine, flops_per_s=_FREE)) > measured_s:
-        machine = replace(machine, host_per_layer=0.0, host_per_etp_layer=0.0)
+        machine = replace(machine, host_per_layer=0.0, host_per_etp_layer=0.0, host_per_ring_layer=0.0)
     low, high = 1e6, _FREE
     for _ in range(_BISECTIONS):
         middle = (low * high) ** 0.5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from benchmarks.sweep.layouts import Layout
 from benchmarks.sweep.memory import Training, needed, padded_vocabulary, resident, stage_weights
 from benchmarks.sweep.model import Model
 from benchmarks.sweep.step_time import Machine, calibrated, step_seconds
-from benchmarks.train_shapes import Shape
+from benchmarks.train_shapes import GIB, SHAPES, Shape
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "performance"
 # Of these, an earlier version held quantized shards twice with copy_engine, and another did not record what it held.
@@ -63,6 +65,24 @@ def test_time_of_a_model_that_only_fits_when_sharded_is_predicted_from_tensor_pa
     errors = {key: time_error(base, row) for key, row in found.items()}
     assert len(errors) == 6
     assert max(map(abs, errors.values())) < 0.06, errors
+
+
+def test_a_sweep_of_trainings_with_an_optimizer_needed_the_predicted_memory() -> None:
+    """On 2 H200: data parallelism, ETP and context parallelism."""
+    found = json.loads((FOLDER / "sweep-h200x2.json").read_text())["layouts"]
+    measured = {Layout(**one["layout"]): one["measured"] for one in found if one["measured"] is not None}
+    shape = replace(SHAPES["llama8b-32l"], layers=8)
+    model, training = Model(shape, tied=False, qkv_bias=False, qk_norm=False, flags=()), Training(8)
+    assert {(layout.etp, layout.cp) for layout in measured} == {(1, 1), (2, 1), (1, 2)}
+    for layout, one in measured.items():
+        assert sum(needed(model, layout, training).values()) / GIB == pytest.approx(one["gib"], rel=0.05), layout
+
+    def step_of(layout: Layout, machine: Machine) -> float:
+        return step_seconds(model, layout, training, machine).total()
+
+    plain, etp = (next(one for one in measured if (one.etp, one.cp) == (size, 1)) for size in (1, 2))
+    machine = calibrated(Machine(), partial(step_of, plain), measured[plain]["seconds"])
+    assert step_of(etp, machine) == pytest.approx(measured[etp]["seconds"], rel=0.03)
 
 
 def test_calibration_is_exact_on_its_own_step_and_survives_a_fast_host() -> None:
