@@ -67,7 +67,7 @@ def add_commands(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PlanOutcome:
     """What the commands print.
 
     Attributes:
@@ -123,7 +123,7 @@ class Outcome:
         }
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Outcome:
+def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
     """Plans and proves; also executes the plan if the command is ``verify``.
 
     Args:
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace, progress: Progress) -> Outcome:
     if options.command == "verify":
         with phases.phase("verify"):
             comparison = _compare(options, cluster, plan)
-    return Outcome(
+    return PlanOutcome(
         architecture=family.architecture,
         trainer=asdict(trainer),
         engine=asdict(engine),
@@ -245,7 +245,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def print_outcome(outcome: Outcome, out: TextIO) -> None:
+def print_outcome(outcome: PlanOutcome, out: TextIO) -> None:
     """Prints the outcome as tables."""
     from rich.console import Console
     from rich.table import Table
@@ -275,7 +275,7 @@ def print_outcome(outcome: Outcome, out: TextIO) -> None:
     console.print(table)
 
 
-def _summary(outcome: Outcome) -> list[tuple[str, str]]:
+def _summary(outcome: PlanOutcome) -> list[tuple[str, str]]:
     plan, traffic = outcome.plan, outcome.traffic
     trainer, engine = (len(side) for side in (outcome.cluster.sources, outcome.cluster.destinations))
     model = size_text(sum(spec.nbytes for spec in plan.tensors))
@@ -322,7 +322,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def _proved(outcome: Outcome) -> str:
+def _proved(outcome: PlanOutcome) -> str:
     if outcome.plan.part is not None and outcome.plan.part.side == "source":
         return f"proved: {outcome.verdict.transfers} transfers read what is held and go where they are wanted"
     return f"proved: {outcome.verdict.elements} elements of {outcome.verdict.boxes} boxes are each written exactly once"

@@ -9,11 +9,10 @@ meeting keeps its plan as long as the same engines meet and none of their worker
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import PayloadKind
@@ -29,22 +28,8 @@ from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.trainer_rank import Once, Trainer
 from megatron_patches.refit.transports.worker import wait_for
 
-
-@dataclass(frozen=True)
-class Server:
-    """An engine that serves the version.
-
-    Attributes:
-        name: of the engine.
-        workers: number of its workers.
-        relay: makes them send it; see :meth:`megatron_patches.refit.subscription.Subscription.relay`.
-        check: raises if they have left.
-    """
-
-    name: str
-    workers: int
-    relay: Callable[[Mapping[str, Any]], Future[None]]
-    check: Callable[[], None]
+if TYPE_CHECKING:
+    from megatron_patches.refit.subscription import Subscription
 
 
 class Meeting:
@@ -59,7 +44,7 @@ class Meeting:
         servers: the engines that send.
     """
 
-    def __init__(self, servers: Sequence[Server], control: EngineControl, trainer: Trainer) -> None:
+    def __init__(self, servers: Sequence[Subscription], control: EngineControl, trainer: Trainer) -> None:
         self.servers, self._control, self._trainer = servers, control, trainer
         # Only whole versions: the servers do not know what else the engine holds.
         self._options = options = replace(control.options, payload=PayloadKind.WHOLE)
@@ -127,10 +112,10 @@ class Meeting:
             self._rendezvous.check_joined(range(first, first + server.workers), server.name)
             first += server.workers
 
-    def _check(self, server: Server) -> None:
+    def _check(self, server: Subscription) -> None:
         if self._given_up is not None:
             raise PartyFailedError(self._given_up)
-        server.check()
+        server.check_there()
 
     def _agree(self, call: Mapping[str, Any]) -> tuple[Assembly, SourceParty]:
         options = self._options.links(self._sources, self._options.staging_bytes)
@@ -165,7 +150,7 @@ class Take:
         failure: why the engine does not serve the version; None if it does, or that is not known yet.
     """
 
-    def __init__(self, version: int, servers: Sequence[Server]) -> None:
+    def __init__(self, version: int, servers: Sequence[Subscription]) -> None:
         self.version, self.servers = version, servers
         workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
         self.sources = ("the trainer's first rank", *workers)

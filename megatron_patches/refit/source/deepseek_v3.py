@@ -32,7 +32,7 @@ from megatron_patches.refit.source.experts import (
 from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.llama import LlamaFamily, Rule, common_config, linear
 from megatron_patches.refit.source.params import Cut, Param, feed_forward_params
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import LatentTraits, ModelTraits, RouterTraits
 
 if TYPE_CHECKING:
@@ -97,13 +97,13 @@ class DeepseekV3Family(LlamaFamily):
             shapes[prefix + "shared_head.head.weight"] = (t.vocab_size, t.hidden_size)
         return shapes
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:
             UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
-        found: Sequence[Piece] | None = None
+        found: Sequence[RowSpan] | None = None
         if (match := _LAYER.fullmatch(shard.name)) is not None:
             main, name, extra, extra_name = match.groups()
             number, limit = int(main or extra), self.traits.num_layers if main else self.traits.mtp_layers
@@ -155,7 +155,7 @@ class DeepseekV3Family(LlamaFamily):
         first = self.traits.num_layers
         return [(f"model.layers.{layer}.", layer) for layer in range(first, first + self.traits.mtp_layers)]
 
-    def _table_pieces(self, shard: ParamShard) -> Sequence[Piece] | None:
+    def _table_pieces(self, shard: ParamShard) -> Sequence[RowSpan] | None:
         rule = self._outer_rules().get(shard.name)
         if rule is None:
             return None
@@ -169,14 +169,14 @@ class DeepseekV3Family(LlamaFamily):
                 pieces.extend(rules.vocabulary(shard, f"{prefix}{name}.weight", self.traits.vocab_size))
         return pieces
 
-    def _mtp_pieces(self, shard: ParamShard, layer: int, kind: str) -> Sequence[Piece]:
+    def _mtp_pieces(self, shard: ParamShard, layer: int, kind: str) -> Sequence[RowSpan]:
         prefix = f"model.layers.{layer}."
         if kind == "eh_proj":
             return rules.column_parallel(shard, prefix + "eh_proj.weight")
         name = "shared_head.norm" if kind == "final_layernorm" else kind
         return rules.replicated(shard, f"{prefix}{name}.weight")
 
-    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[Piece] | None:
+    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[RowSpan] | None:
         t, prefix = self.traits, f"model.layers.{layer}."
         layer_rules = {**self._attention_rules(prefix), **self._feed_forward_rules(prefix, t.has_experts(layer))}
         if name in layer_rules:

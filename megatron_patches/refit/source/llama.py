@@ -24,13 +24,13 @@ from megatron_patches.refit.source.params import (
     expert_params,
     feed_forward_params,
 )
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import ModelTraits
 
 if TYPE_CHECKING:
     import torch
 
-Rule = Callable[[ParamShard], Sequence[Piece]]
+Rule = Callable[[ParamShard], Sequence[RowSpan]]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -73,7 +73,7 @@ class LlamaFamily:
             shapes["lm_head.weight"] = table
         return shapes
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:

@@ -40,7 +40,7 @@ from megatron_patches.refit.source.params import (
     expert_params,
     feed_forward_params,
 )
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import MambaTraits, ModelTraits, RouterTraits
 
 if TYPE_CHECKING:
@@ -131,13 +131,13 @@ class NemotronHFamily:
             shapes["lm_head.weight"] = (t.vocab_size, t.hidden_size)
         return shapes
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:
             UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
-        found: Sequence[Piece] | None = None
+        found: Sequence[RowSpan] | None = None
         match = _LAYER.fullmatch(shard.name)
         if match is not None and int(match[1]) < self.traits.num_layers:
             found = self._layer_pieces(shard, int(match[1]), match[2])
@@ -203,7 +203,7 @@ class NemotronHFamily:
             "decoder.final_norm.weight": partial(rules.replicated, tensor="backbone.norm_f.weight"),
         }
 
-    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[Piece] | None:
+    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[RowSpan] | None:
         kind, prefix = self.traits.layer_kinds[layer], f"backbone.layers.{layer}."
         norm, mixer = partial(rules.replicated, tensor=prefix + "norm.weight"), prefix + "mixer."
         by_kind = {
@@ -306,7 +306,7 @@ class NemotronHFamily:
         return found
 
 
-def _blocks(shard: ParamShard, tensor: str, sizes: Sequence[int]) -> tuple[Piece, ...]:
+def _blocks(shard: ParamShard, tensor: str, sizes: Sequence[int]) -> tuple[RowSpan, ...]:
     """Consecutive blocks of ``sizes`` rows in ``tensor``, each cut separately by tensor parallelism."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return rules.segments(shard, [(tensor, start, rows) for start, rows in zip(starts, sizes, strict=True)])
