@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -18,10 +18,11 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.live_refusals import check_live
 from megatron_patches.refit.oracle import memory_needed, verify_in_memory
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan
-from megatron_patches.refit.progress import Progress, TerminalProgress
+from megatron_patches.refit.progress import Progress, shown_progress
 from megatron_patches.refit.proof import Verdict, prove
 from megatron_patches.refit.report import LinkSpeeds, Traffic, traffic_of
 from megatron_patches.refit.sampling import sample_layers
+from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions
@@ -33,9 +34,7 @@ MOST_ELEMENT_BYTES = 8
 _MOST_RANKS = 1 << 14
 
 
-def add_commands(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], parse_size: Callable[[str], int]
-) -> None:
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``plan`` and ``verify`` to the command line."""
     plan = commands.add_parser(
         "plan",
@@ -231,8 +230,7 @@ def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mappi
 def main(options: argparse.Namespace) -> int:
     """Runs ``plan`` or ``verify`` and prints the result; returns the exit status."""
     try:
-        with ExitStack() as stack:
-            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Progress()
+        with shown_progress(sys.stderr.isatty()) as progress:
             outcome = run(options, progress)
     except RefitError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -312,14 +310,6 @@ def _as_given(engine: Mapping[str, int]) -> dict[str, int]:
 def _axes(mesh: Mapping[str, int]) -> str:
     plain = {**asdict(TrainerMesh()), **_as_given(asdict(EngineMesh()))}
     return ", ".join(f"{name}={value}" for name, value in mesh.items() if value != plain[name]) or "one rank"
-
-
-def size_text(nbytes: int) -> str:
-    """A human-readable size."""
-    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes} bytes"
 
 
 def _proved(outcome: PlanOutcome) -> str:
