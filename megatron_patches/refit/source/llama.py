@@ -7,7 +7,7 @@ layer that follows. Both map to the same tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_g
 from megatron_patches.refit.source.params import (
     Cut,
     Param,
+    Rule,
     attention_cuts,
     attention_params,
     expert_params,
@@ -29,8 +30,6 @@ from megatron_patches.refit.source.traits import ModelTraits
 
 if TYPE_CHECKING:
     import torch
-
-Rule = Callable[[ParamShard], Sequence[RowSpan]]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 

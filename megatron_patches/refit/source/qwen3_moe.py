@@ -16,7 +16,8 @@ from megatron_patches.refit.source.config_fields import flag, integer
 from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
 from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
-from megatron_patches.refit.source.llama import Rule, traits_from_config
+from megatron_patches.refit.source.llama import traits_from_config
+from megatron_patches.refit.source.params import Rule
 from megatron_patches.refit.source.qwen3 import Qwen3Family, bias_refusals
 from megatron_patches.refit.source.shard import ParamShard, RowSpan
 
