@@ -29,7 +29,7 @@ from megatron_patches.refit.ports import Batch, Piece
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime
 from megatron_patches.refit.transports.direct_copies import Rows
 from megatron_patches.refit.vllm import exchange_kernel
-from megatron_patches.refit.vllm.exchange_kernel import Exchange
+from megatron_patches.refit.vllm.exchange_kernel import MemorySwap
 
 MATRICES, ROWS, COLUMNS = 24, 12288, 4096
 TILES = (
@@ -99,9 +99,9 @@ def swaps() -> None:
             mock.patch.dict(exchange_kernel._BLOCK, {exchange_kernel._WIDE: block}),
             mock.patch.object(exchange_kernel, "_WARPS", warps),
         ):
-            exchange = Exchange(stretches, old[0].device)
+            exchange = MemorySwap(stretches, old[0].device)
 
-            def swap_and_back(exchange: Exchange = exchange) -> None:
+            def swap_and_back(exchange: MemorySwap = exchange) -> None:
                 exchange.run()
                 exchange.undo()
 
@@ -136,7 +136,7 @@ def quantizing() -> None:
     pieces = [Piece(views[name], "float8_e4m3fn", boxes[name], (ROWS, COLUMNS)) for name in held]
     port, batch = DevicePort(bytes_, "this GPU"), Batch(tuple(pieces))
     ways: dict[str, Callable[[], object]] = {
-        "quantize, in groups as for a push": lambda: quantizer.quantize(held, numbers, numbers),
+        "quantize, in groups as for a push": lambda: quantizer.quantize(held, numbers, numbers, lambda _: None),
         "quantize, in one launch": lambda: kernels.quantize_blocks(table, numbers, power_of_two=True, epsilon=0.0),
         "quantize, in one launch, finding NaN": lambda: kernels.quantize_blocks(
             table, numbers, power_of_two=True, epsilon=0.0, checked=True

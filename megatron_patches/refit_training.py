@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from megatron_patches import last_line
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit import push_flags
+from megatron_patches.refit.command import fail
 from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.failing import fail
 from megatron_patches.refit.session import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.telemetry import Telemetry, address_from
 from megatron_patches.registry import PatchRecord

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,37 +19,18 @@ from megatron_patches.refit import (
     simulate_command,
 )
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_size(text: str) -> int:
-    """Bytes from a number with an optional unit: ``5GB``, ``512MiB``, ``1000``.
-
-    Raises:
-        argparse.ArgumentTypeError: if the text is not a size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB or 512MiB")
-    size = float(match[1]) * _UNITS[match[2].upper()]
-    if size > sys.maxsize:
-        raise argparse.ArgumentTypeError(f"{text[:32]!r} is more than any memory has")
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
-    return int(size)
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m megatron_patches.refit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    export_command.add_command(commands, parse_size)
+    export_command.add_command(commands)
     import_command.add_command(commands)
     hf_flags.add_command(commands)
     push_command.add_command(commands)
     check_command.add_command(commands)
-    plan_command.add_commands(commands, parse_size)
-    simulate_command.add_command(commands, parse_size)
+    plan_command.add_commands(commands)
+    simulate_command.add_command(commands)
     return parser
 
 

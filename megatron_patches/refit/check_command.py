@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +15,11 @@ from rich.table import Table
 
 from megatron_patches.refit import push_command, push_flags
 from megatron_patches.refit.checkpoint_model import CheckpointModel
+from megatron_patches.refit.command import fail, is_first
 from megatron_patches.refit.errors import ModelMismatchError, RefitError
 from megatron_patches.refit.exchange import default_exchange, on_first
-from megatron_patches.refit.failing import fail
 from megatron_patches.refit.http_calls import HttpCalls
+from megatron_patches.refit.progress import Progress, shown_progress
 from megatron_patches.refit.scoring import log_probabilities
 
 
@@ -93,9 +93,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = is_first()
     try:
-        found = _check(options, first)
+        with shown_progress(first) as progress:
+            found = _check(options, progress)
         if first:
             Console().print(_table(found))
         for url, (_, after) in found.items():
@@ -112,11 +113,11 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace, first: bool) -> dict[str, tuple[Agreement, Agreement]]:
+def _check(options: argparse.Namespace, progress: Progress) -> dict[str, tuple[Agreement, Agreement]]:
     """The agreement of each engine with the trainer, before and after a push."""
     timeout_s, credentials = options.timeout_minutes * 60, push_flags.credentials_from(options)
     asked = [HttpCalls(url, timeout_s, credentials) for url in options.engines]
-    with push_command.session_of(options, first) as (session, found, progress):
+    with push_command.session_of(options, progress) as (session, found):
         progress.phase("ask before", 0)
         before = [_agreement(server, found, options) for server in asked]
         push_command.prepare_and_push(session, found, options, progress)

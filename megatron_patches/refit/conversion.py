@@ -17,7 +17,7 @@ Scalar = bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ElementOp:
     """One elementwise operation.
 
     Attributes:
@@ -53,7 +53,7 @@ class Rule:
     """
 
     target: str
-    steps: tuple[Step, ...]
+    steps: tuple[ElementOp, ...]
 
     def __post_init__(self) -> None:
         if not self.steps:

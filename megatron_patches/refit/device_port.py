@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_patches.refit.device_tables import VALUES, Part, Shape, describe
+from megatron_patches.refit.device_tables import VALUES, Shape, ShapeTable, describe
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Places, Spot, Writing, host_bytes
@@ -44,7 +44,7 @@ class _Compiled:
 
     names: Sequence[str]
     form: tuple[object, ...]
-    parts: Sequence[Part]
+    parts: Sequence[ShapeTable]
     tiles: Sequence[torch.Tensor]
     addresses: Sequence[int] = ()
     tables: Sequence[torch.Tensor] = ()

@@ -63,7 +63,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShapeTable:
     """Entries of one shape.
 
     Attributes:
@@ -81,7 +81,7 @@ class Part:
 
 def describe(
     pieces: Sequence[Piece], storages: Sequence[str], offsets: Sequence[int], packed_offset: int = 0
-) -> list[Part]:
+) -> list[ShapeTable]:
     """Entries for some boxes. The digest of each box is added at its index.
 
     Args:
@@ -100,13 +100,13 @@ def describe(
     return [_part(shape, entries) for shape, entries in found.items()]
 
 
-def _part(shape: Shape, entries: Sequence[tuple[list[int], int]]) -> Part:
+def _part(shape: Shape, entries: Sequence[tuple[list[int], int]]) -> ShapeTable:
     table = np.array([entry for entry, _ in entries], dtype=np.int64)
     down = -(-table[:, ROWS] // (shape.rows * shape.loops))
     counts = down * -(-table[:, COLUMNS] // shape.columns)
     table[:, FIRST_TILE] = np.cumsum(counts) - counts
     tiles = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
-    return Part(shape, table, np.array([storage for _, storage in entries], dtype=np.int64), tiles)
+    return ShapeTable(shape, table, np.array([storage for _, storage in entries], dtype=np.int64), tiles)
 
 
 def _entries(piece: Piece, digest: int) -> Iterator[list[int]]:

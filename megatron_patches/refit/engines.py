@@ -29,7 +29,7 @@ from megatron_patches.refit.credentials import Credentials
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.http_calls import HttpCalls, NotFoundError, NotShownError
-from megatron_patches.refit.lease import EMPTY_CACHES, RESUME, Lease
+from megatron_patches.refit.lease import EMPTY_CACHES, RESUME, ServerLease
 
 _EMPTYING_S = 10.0  # for users of the prefix cache, such as a KV connector's transfer, to end
 _RETRY_S = 0.25
@@ -142,7 +142,7 @@ class HttpEngine:
         self._http = HttpCalls(url, timeout_s, credentials)
         self.name = self._http.url
         self._joined = Joined()
-        self._lease = Lease(self._http)
+        self._lease = ServerLease(self._http)
         self._lease_s = lease.DEFAULT_LEASE_S
 
     @property

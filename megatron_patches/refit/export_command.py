@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_patches.refit import checkpoint_model
+from megatron_patches.refit.command import is_first, run_together
 from megatron_patches.refit.dtypes import FLOAT_DTYPES
-from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
-from megatron_patches.refit.export import ExportOptions, ExportReport, export_checkpoint
-from megatron_patches.refit.failing import fail
-from megatron_patches.refit.progress import Progress, TerminalProgress
+from megatron_patches.refit.errors import ExportError
+from megatron_patches.refit.export import ExportOptions, export_checkpoint
+from megatron_patches.refit.progress import Progress
+from megatron_patches.refit.size_text import parse_size
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
 from megatron_patches.refit.weight_format import WeightFormat
 
 
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], parse_size: Callable[[str], int]
-) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``export``."""
     export = commands.add_parser(
         "export",
@@ -47,24 +43,11 @@ def add_command(
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    first = int(os.environ.get("RANK", "0")) == 0
-    try:
-        with ExitStack() as stack:
-            progress = stack.enter_context(TerminalProgress()) if first else Progress()
-            report = _export(options, progress)
-    except RefitError as error:
-        return fail(error, speaks=first or isinstance(error, CheckpointReadError), leads=first)
-    if first:
-        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
-        sys.stdout.write(
-            f"{report.architecture} at {report.path}: {report.tensors} tensors, {report.nbytes / 1e6:.1f} MB in "
-            f"{report.files} files ({seconds})\n"
-        )
-    return 0
+    return run_together(lambda progress: _export(options, progress))
 
 
-def _export(options: argparse.Namespace, progress: Progress) -> ExportReport:
-    """Builds the model, loads it and exports it as the command line says.
+def _export(options: argparse.Namespace, progress: Progress) -> str:
+    """Builds the model, loads it and exports it as the command line says. Returns what was written, in words.
 
     Raises:
         RefitError: on any user error or machine failure, with one line that names it.
@@ -82,10 +65,15 @@ def _export(options: argparse.Namespace, progress: Progress) -> ExportReport:
         raise ExportError(str(error)) from error
     directory = checkpoint_model.directory_of(options)
     probe = CheckpointDirectory(options.output, f"probe-{os.getpid()}", options.overwrite)
-    if int(os.environ.get("RANK", "0")) == 0:  # before minutes of loading
+    if is_first():  # before minutes of loading
         probe.create()
         probe.discard()
     with checkpoint_model.loaded(options, directory, progress, how.check_tokens) as found:
-        return export_checkpoint(
+        report = export_checkpoint(
             found.chunks, options.output, vocab_size=found.vocab_size, options=how, progress=progress
         )
+    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
+    return (
+        f"{report.architecture} at {report.path}: {report.tensors} tensors, {report.nbytes / 1e6:.1f} MB in "
+        f"{report.files} files ({seconds})"
+    )

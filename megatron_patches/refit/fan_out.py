@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 
 from megatron_patches.refit.candidates import Candidates, Source, candidates_of
 from megatron_patches.refit.parties.messages import State
-from megatron_patches.refit.planning.fan_out import Server as PlannedServer
-from megatron_patches.refit.planning.fan_out import Waiting, assign
+from megatron_patches.refit.planning.fan_out import Server, Waiting, assign
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.subscription import Subscription
-from megatron_patches.refit.take import Server, Take
+from megatron_patches.refit.take import Take
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +239,7 @@ class FanOut:
                     yield name, untried[:1]
         places: dict[str, list[str]] = {}
         for share in assign(
-            [PlannedServer(name=name) for name in free], [Waiting(name=name) for name in (fresh if free else ())]
+            [Server(name=name) for name in free], [Waiting(name=name) for name in (fresh if free else ())]
         ):
             places.setdefault(share.receiver, []).append(share.server)
         waiting, left = list(places), list[list[str]]()
@@ -255,8 +254,7 @@ class FanOut:
 
     def _begin(self, one: Subscription, version: int, servers: Sequence[Subscription]) -> None:
         logger.info("refit: %s takes version %d from %s", one.name, version, ", ".join(each.name for each in servers))
-        sources = [Server(each.name, each.workers, each.relay, each.check_there) for each in servers]
-        take = Take(version, sources)
+        take = Take(version, servers)
         self._taking[one.name] = one, take, one.take(take)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_patches.refit.command import fail
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
-from megatron_patches.refit.failing import fail
 from megatron_patches.refit.hf_match import rope_scaling, unsupported
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.source.family import PlannableFamily

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -16,13 +16,13 @@ from megatron_patches.refit.checkpoint_build import build_chunks
 from megatron_patches.refit.checkpoint_model import minutes, patch_megatron
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import ParallelSizes
-from megatron_patches.refit.errors import LoadError, RefitError, UnsupportedModelError
+from megatron_patches.refit.command import run_together
+from megatron_patches.refit.errors import LoadError, UnsupportedModelError
 from megatron_patches.refit.exchange import describe_error, free_text
-from megatron_patches.refit.failing import fail
 from megatron_patches.refit.hf_flags import flags_of
-from megatron_patches.refit.load_hf import LoadReport, load_hf_checkpoint
+from megatron_patches.refit.load_hf import load_hf_checkpoint
 from megatron_patches.refit.megatron_checkpoint import process_groups
-from megatron_patches.refit.progress import Progress, TerminalProgress
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
 
 if TYPE_CHECKING:
@@ -52,18 +52,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    first = int(os.environ.get("RANK", "0")) == 0
-    try:
-        with ExitStack() as stack:
-            report = _import(options, stack.enter_context(TerminalProgress()) if first else Progress())
-    except RefitError as error:
-        return fail(error, speaks=first, leads=first)
-    if first:
-        sys.stdout.write("\n".join([*report.lines(), f"written to {options.save}"]) + "\n")
-    return 0
+    return run_together(lambda progress: _import(options, progress))
 
 
-def _import(options: argparse.Namespace, progress: Progress) -> LoadReport:
+def _import(options: argparse.Namespace, progress: Progress) -> str:
+    """Does what the command line says. Returns what was written, in words."""
     sizes = ParallelSizes.from_options(options)
     sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
     _check_free(options.save)
@@ -81,7 +74,7 @@ def _import(options: argparse.Namespace, progress: Progress) -> LoadReport:
         )
         progress.phase("write", 0)
         _save(chunks, args)
-    return report
+    return "\n".join([*report.lines(), f"written to {options.save}"])
 
 
 def _check_free(directory: Path) -> None:

@@ -37,7 +37,7 @@ _ANSWER_S = 10.0
 _TRIES = 3
 
 
-class Lease:
+class ServerLease:
     """Leases of one server.
 
     Args:

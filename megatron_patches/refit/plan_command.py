@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -18,10 +18,11 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.live_refusals import check_live
 from megatron_patches.refit.oracle import memory_needed, verify_in_memory
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan
-from megatron_patches.refit.progress import Progress, TerminalProgress
+from megatron_patches.refit.progress import Progress, shown_progress
 from megatron_patches.refit.proof import Verdict, prove
 from megatron_patches.refit.report import LinkSpeeds, Traffic, traffic_of
 from megatron_patches.refit.sampling import sample_layers
+from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions
@@ -33,9 +34,7 @@ MOST_ELEMENT_BYTES = 8
 _MOST_RANKS = 1 << 14
 
 
-def add_commands(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], parse_size: Callable[[str], int]
-) -> None:
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``plan`` and ``verify`` to the command line."""
     plan = commands.add_parser(
         "plan",
@@ -67,7 +66,7 @@ def add_commands(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PlanOutcome:
     """What the commands print.
 
     Attributes:
@@ -123,7 +122,7 @@ class Outcome:
         }
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Outcome:
+def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
     """Plans and proves; also executes the plan if the command is ``verify``.
 
     Args:
@@ -160,7 +159,7 @@ def run(options: argparse.Namespace, progress: Progress) -> Outcome:
     if options.command == "verify":
         with phases.phase("verify"):
             comparison = _compare(options, cluster, plan)
-    return Outcome(
+    return PlanOutcome(
         architecture=family.architecture,
         trainer=asdict(trainer),
         engine=asdict(engine),
@@ -231,8 +230,7 @@ def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mappi
 def main(options: argparse.Namespace) -> int:
     """Runs ``plan`` or ``verify`` and prints the result; returns the exit status."""
     try:
-        with ExitStack() as stack:
-            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Progress()
+        with shown_progress(sys.stderr.isatty()) as progress:
             outcome = run(options, progress)
     except RefitError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -245,7 +243,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def print_outcome(outcome: Outcome, out: TextIO) -> None:
+def print_outcome(outcome: PlanOutcome, out: TextIO) -> None:
     """Prints the outcome as tables."""
     from rich.console import Console
     from rich.table import Table
@@ -275,7 +273,7 @@ def print_outcome(outcome: Outcome, out: TextIO) -> None:
     console.print(table)
 
 
-def _summary(outcome: Outcome) -> list[tuple[str, str]]:
+def _summary(outcome: PlanOutcome) -> list[tuple[str, str]]:
     plan, traffic = outcome.plan, outcome.traffic
     trainer, engine = (len(side) for side in (outcome.cluster.sources, outcome.cluster.destinations))
     model = size_text(sum(spec.nbytes for spec in plan.tensors))
@@ -314,15 +312,7 @@ def _axes(mesh: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in mesh.items() if value != plain[name]) or "one rank"
 
 
-def size_text(nbytes: int) -> str:
-    """A human-readable size."""
-    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes} bytes"
-
-
-def _proved(outcome: Outcome) -> str:
+def _proved(outcome: PlanOutcome) -> str:
     if outcome.plan.part is not None and outcome.plan.part.side == "source":
         return f"proved: {outcome.verdict.transfers} transfers read what is held and go where they are wanted"
     return f"proved: {outcome.verdict.elements} elements of {outcome.verdict.boxes} boxes are each written exactly once"

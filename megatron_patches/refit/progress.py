@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -17,6 +18,11 @@ class Progress:
 
     def advance(self, nbytes: int) -> None:
         """``nbytes`` more bytes of the phase are done."""
+
+
+def shown_progress(shows: bool) -> AbstractContextManager[Progress]:
+    """Progress bars, or something that takes the same calls and shows nothing."""
+    return TerminalProgress() if shows else nullcontext(Progress())
 
 
 class TerminalProgress(Progress):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 
 from megatron_patches.refit import checkpoint_model, push_flags
 from megatron_patches.refit.checkpoint_model import CheckpointModel
+from megatron_patches.refit.command import is_first, run_together
 from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.failing import fail
-from megatron_patches.refit.progress import Progress, TerminalProgress
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.session import PushReport, RefitSession
 
 
@@ -44,32 +42,26 @@ def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    first = int(os.environ.get("RANK", "0")) == 0
-    try:
-        report = _push(options, first)
-    except (RefitError, ValueError) as error:
-        return fail(error, speaks=first, leads=first)
-    if first:
-        seconds = ", ".join(f"{name} {value:.3f} s" for name, value in report.seconds.items())
-        sys.stdout.write(
-            f"version {report.version} serves on {len(options.engines)} engine(s): {report.nbytes / 1e6:.2f} MB "
-            f"({seconds})\n"
-        )
-    return 0
+    return run_together(lambda progress: _push(options, progress), (RefitError, ValueError))
 
 
-def _push(options: argparse.Namespace, first: bool) -> PushReport:
-    with session_of(options, first) as (session, found, progress):
-        return prepare_and_push(session, found, options, progress)
+def _push(options: argparse.Namespace, progress: Progress) -> str:
+    """Does what the command line says. Returns what serves, in words."""
+    with session_of(options, progress) as (session, found):
+        report = prepare_and_push(session, found, options, progress)
+    seconds = ", ".join(f"{name} {value:.3f} s" for name, value in report.seconds.items())
+    return (
+        f"version {report.version} serves on {len(options.engines)} engine(s): {report.nbytes / 1e6:.2f} MB ({seconds})"
+    )
 
 
 @contextmanager
-def session_of(options: argparse.Namespace, first: bool) -> Iterator[tuple[RefitSession, CheckpointModel, Progress]]:
-    """A session that the options describe, the checkpoint's model, and what shows the phases. Collective.
+def session_of(options: argparse.Namespace, progress: Progress) -> Iterator[tuple[RefitSession, CheckpointModel]]:
+    """A session that the options describe, and the checkpoint's model. Collective.
 
     Args:
         options: of :func:`add_options`.
-        first: whether this is the first process.
+        progress: receives the phases of loading.
 
     Raises:
         RefitError: if the checkpoint cannot be loaded.
@@ -78,11 +70,10 @@ def session_of(options: argparse.Namespace, first: bool) -> Iterator[tuple[Refit
     directory, timeout_s = checkpoint_model.directory_of(options), options.timeout_minutes * 60
     settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
     engines = http_engines(options.engines, timeout_s, push_flags.credentials_from(options))
-    with ExitStack() as stack:
-        progress = stack.enter_context(TerminalProgress()) if first else Progress()
-        found = stack.enter_context(checkpoint_model.loaded(options, directory, progress))
-        session = RefitSession(found.chunks, engines if first else [], vocab_size=found.vocab_size, options=settings)
-        yield stack.enter_context(closing(session)), found, progress
+    with checkpoint_model.loaded(options, directory, progress) as found:
+        engines = engines if is_first() else []
+        with closing(RefitSession(found.chunks, engines, vocab_size=found.vocab_size, options=settings)) as session:
+            yield session, found
 
 
 def prepare_and_push(

@@ -6,8 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TextIO
@@ -15,11 +14,12 @@ from typing import TextIO
 from megatron_patches.refit.cluster import Hosts, engine_mesh, trainer_mesh
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.live_refusals import check_live
-from megatron_patches.refit.plan_command import of_flag, size_text
-from megatron_patches.refit.progress import Progress, TerminalProgress
+from megatron_patches.refit.plan_command import of_flag
+from megatron_patches.refit.progress import Progress, shown_progress
 from megatron_patches.refit.simulation.fleet import Sides
 from megatron_patches.refit.simulation.models import MODELS, config_of
 from megatron_patches.refit.simulation.simulate import SampleSize, SimulatedFanOut, Simulation, WorkerKind, simulate
+from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config
 from megatron_patches.refit.source.offline import TrainerOptions
 
@@ -28,9 +28,7 @@ ROWS = 12
 _FIGURES = ("seconds", "messages", "received_bytes", "sent_bytes", "peers", "requests", "weight_bytes")
 
 
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], parse_size: Callable[[str], int]
-) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``simulate`` to the command line."""
     command = commands.add_parser(
         "simulate",
@@ -83,8 +81,7 @@ class Limit:
 def main(options: argparse.Namespace) -> int:
     """Runs ``simulate`` and prints the result; returns the exit status."""
     try:
-        with ExitStack() as stack:
-            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Progress()
+        with shown_progress(sys.stderr.isatty()) as progress:
             sides, found = run(options, progress)
             targets = targets_of(options, found)
             if options.json is not None:
@@ -167,7 +164,6 @@ def _of(found: str, most: int) -> str:
 
 def as_json(options: argparse.Namespace, sides: Sides, found: Simulation, targets: list[Limit]) -> Mapping[str, object]:
     """All results, for JSON."""
-    balance = found.balance
     return {
         "model": options.model,
         "architecture": sides.family.architecture,
@@ -176,13 +172,7 @@ def as_json(options: argparse.Namespace, sides: Sides, found: Simulation, target
         "sampled": found.sampled,
         "kinds": [_kind(kind) for kind in found.kinds],
         "registry": {"seconds": dict(found.registry_seconds), "bytes": dict(found.registry_bytes)},
-        "balance": {
-            "engines": balance.engines,
-            "busiest_bytes": balance.busiest_bytes,
-            "mean_bytes": balance.mean_bytes,
-            "even_bytes": balance.even_bytes,
-            "over_even": balance.over_even,
-        },
+        "balance": {**asdict(found.balance), "over_even": found.balance.over_even},
         "fan_out": _waves(found.fan_out),
         "targets": [{"name": item.name, "found": item.found, "most": item.most, "met": item.met} for item in targets],
     }

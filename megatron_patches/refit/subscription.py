@@ -7,9 +7,8 @@ fail independently of each other. Its states are those of :class:`megatron_patch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_patches.refit.assembly import Assembly
@@ -30,7 +29,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory, Writing
 from megatron_patches.refit.push_options import EngineReport, Fate
-from megatron_patches.refit.take import Meeting, Take
+from megatron_patches.refit.take import Meetings, Take
 from megatron_patches.refit.telemetry import cost_of
 from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
@@ -84,7 +83,7 @@ class Subscription:
         self.lags, self.serves, self._is_closed = False, -1, False
         self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
         self._take: Take | None = None  # the last version's, if it came from other engines
-        self._meeting: Meeting | None = None  # with those from which it came last
+        self._meetings = None if control is None else Meetings(control, trainer)
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
         self.sent.set_result(Moved({}, 0))
@@ -174,8 +173,7 @@ class Subscription:
     @property
     def met(self) -> list[str]:
         """Names of the engines from which it last took a version, and would take another one without a new plan."""
-        meeting = self._meeting
-        return [] if meeting is None else [server.name for server in meeting.servers]
+        return [] if self._meetings is None else self._meetings.met
 
     @property
     def can_send(self) -> bool:
@@ -414,28 +412,20 @@ class Subscription:
         return moved
 
     def _receive(self, take: Take) -> Moved:
-        control, self._base = self._control, -1  # other ranks do not hear of this version
-        if control is None:
+        self._base = -1  # other ranks do not hear of this version
+        if self._meetings is None:
             raise PartyFailedError(f"{self.name} has not joined")
         self._log.enter(State.SENDING, take.version)
         try:
             self.check_there()  # another trainer may use the engine
-            if self._meeting is None or self._meeting.servers != take.servers or not self._meeting.is_complete:
-                self._end_meeting()
-                self._meeting = Meeting(take.servers, control, self._trainer)
-            moved = take.run(self._meeting)
+            moved = self._meetings.run(take)
         except Exception as error:
-            self._end_meeting()
+            self._meetings.close()
             take.failure = describe_error(error)
             self._fail(self.serves, take.failure)
             raise
         self._log.enter(State.COMMITTING, take.version)
         return moved
-
-    def _end_meeting(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.close()
 
     def _serve_after(self, sent: Future[Moved], version: int) -> Future[float]:
         served = self._run(lambda: self._serve(version, sent))
@@ -525,27 +515,15 @@ class Subscription:
         self._log.enter(State.FAILED if self.gone else State.READY, version, reason)
 
     def _close(self) -> None:
-        self._end_meeting()
+        if self._meetings is not None:
+            self._meetings.close()
         if self._party is not None:
             self._party.close()
         self._log.enter(State.CLOSED)
 
     def _run[T](self, work: Callable[[], T]) -> Future[T]:
         def run() -> T:
-            with self._on_stream():
+            with self._trainer.on_stream():
                 return work()
 
         return self._worker.submit(run)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Makes the trainer's stream, which follows what writes the weights, this thread's own."""
-        import torch
-
-        stream = self._trainer.stream
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if stream is not None:
-                stack.enter_context(torch.cuda.device(stream.device))
-                stack.enter_context(torch.cuda.stream(stream))
-            yield

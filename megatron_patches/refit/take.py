@@ -9,11 +9,10 @@ meeting keeps its plan as long as the same engines meet and none of their worker
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import PayloadKind
@@ -29,22 +28,8 @@ from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.trainer_rank import Once, Trainer
 from megatron_patches.refit.transports.worker import wait_for
 
-
-@dataclass(frozen=True)
-class Server:
-    """An engine that serves the version.
-
-    Attributes:
-        name: of the engine.
-        workers: number of its workers.
-        relay: makes them send it; see :meth:`megatron_patches.refit.subscription.Subscription.relay`.
-        check: raises if they have left.
-    """
-
-    name: str
-    workers: int
-    relay: Callable[[Mapping[str, Any]], Future[None]]
-    check: Callable[[], None]
+if TYPE_CHECKING:
+    from megatron_patches.refit.subscription import Subscription
 
 
 class Meeting:
@@ -59,7 +44,7 @@ class Meeting:
         servers: the engines that send.
     """
 
-    def __init__(self, servers: Sequence[Server], control: EngineControl, trainer: Trainer) -> None:
+    def __init__(self, servers: Sequence[Subscription], control: EngineControl, trainer: Trainer) -> None:
         self.servers, self._control, self._trainer = servers, control, trainer
         # Only whole versions: the servers do not know what else the engine holds.
         self._options = options = replace(control.options, payload=PayloadKind.WHOLE)
@@ -127,10 +112,10 @@ class Meeting:
             self._rendezvous.check_joined(range(first, first + server.workers), server.name)
             first += server.workers
 
-    def _check(self, server: Server) -> None:
+    def _check(self, server: Subscription) -> None:
         if self._given_up is not None:
             raise PartyFailedError(self._given_up)
-        server.check()
+        server.check_there()
 
     def _agree(self, call: Mapping[str, Any]) -> tuple[Assembly, SourceParty]:
         options = self._options.links(self._sources, self._options.staging_bytes)
@@ -150,6 +135,42 @@ class Meeting:
         return replace(held, manifest=Manifest(held.manifest.rank, held.manifest.host, (), ()), partial=True)
 
 
+class Meetings:
+    """The meetings in which one engine takes versions from others, one at a time.
+
+    Args:
+        control: of the engine.
+        trainer: this rank.
+    """
+
+    def __init__(self, control: EngineControl, trainer: Trainer) -> None:
+        self._control, self._trainer = control, trainer
+        self._last: Meeting | None = None
+
+    @property
+    def met(self) -> list[str]:
+        """Names of the engines that it met last, and would meet again without a new plan. Any thread may ask."""
+        last = self._last
+        return [] if last is None else [server.name for server in last.servers]
+
+    def run(self, take: Take) -> Moved:
+        """Makes the engine receive a version, in the last meeting if the same engines still meet there.
+
+        Raises:
+            RefitError: if the version did not come. The meeting must then be closed.
+        """
+        if self._last is None or self._last.servers != take.servers or not self._last.is_complete:
+            self.close()
+            self._last = Meeting(take.servers, self._control, self._trainer)
+        return take.run(self._last)
+
+    def close(self) -> None:
+        """Closes the last meeting. No version may be under way."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.close()
+
+
 class Take:
     """One engine takes one version from others.
 
@@ -165,7 +186,7 @@ class Take:
         failure: why the engine does not serve the version; None if it does, or that is not known yet.
     """
 
-    def __init__(self, version: int, servers: Sequence[Server]) -> None:
+    def __init__(self, version: int, servers: Sequence[Subscription]) -> None:
         self.version, self.servers = version, servers
         workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
         self.sources = ("the trainer's first rank", *workers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,18 @@ class Trainer:
     stream: torch.cuda.Stream | None
     describe: Callable[[], Held]
     telemetry: Telemetry
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Makes the stream, which follows what writes the weights, the calling thread's own."""
+        import torch
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.device(self.stream.device))
+                stack.enter_context(torch.cuda.stream(self.stream))
+            yield
 
 
 class Once:

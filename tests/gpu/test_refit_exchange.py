@@ -32,7 +32,7 @@ def test_contents_change_places_and_back(streams: int) -> None:
     kept = [(one.clone(), other.clone()) for one, other in pairs]
     swap = Swap(pairs)
     assert swap.copied_bytes == 0
-    assert [type(step).__name__ for step in swap._steps] == ["Exchange"]
+    assert [type(step).__name__ for step in swap._steps] == ["MemorySwap"]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream() if streams == 2 else torch.cuda.current_stream()):
         swap.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import statistics
@@ -13,6 +12,7 @@ from enum import StrEnum
 import numpy as np
 import pytest
 import torch
+from cuda.bindings import driver as cuda
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from megatron_patches.refit.assembly import Assembly
@@ -493,12 +493,12 @@ def hidden_body(rank: int, world_size: int) -> list[str]:
     torch.zeros(1, device=device)
     nbytes = 2 << 20
     driver = cuda_vmm.CudaDriver()
-    properties = cuda_vmm._Properties(type=1, location=cuda_vmm._Location(1, 0))
-    handle = ctypes.c_uint64()
-    flags = ctypes.c_ulonglong(0)
-    driver._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(properties), flags)
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    handle = int(*driver._call("cuMemCreate", nbytes, properties, 0))
     address = driver.reserve(nbytes)
-    driver.map(address, nbytes, handle.value)
+    driver.map(address, nbytes, handle)
     driver.allow(address, nbytes, 0)
     storages = {
         "hidden": torch.as_tensor(Foreign(address, nbytes), device=device),
@@ -511,7 +511,7 @@ def hidden_body(rank: int, world_size: int) -> list[str]:
     runtime.close()
     driver.unmap(address, nbytes)
     driver.free(address, nbytes)
-    driver.release(handle.value)
+    driver.release(handle)
     return sorted(found)
 
 

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from etp.formats import quantize_blocks
-from megatron_patches.refit.__main__ import main, parse_size
+from megatron_patches.refit.__main__ import main
+from megatron_patches.refit.size_text import parse_size
 
 pytestmark = pytest.mark.integration
 

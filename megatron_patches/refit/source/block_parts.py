@@ -70,6 +70,12 @@ class Part:
         return of_blocks.as_strided(self.blocks, (self.pitch, 1), of_blocks.storage_offset() + self.place)
 
 
+FlatMemory = Mapping[str, torch.Tensor]
+"""Flat memory, by storage."""
+Written = Callable[[Collection[str]], None]
+"""Hears of storages for which all work has been given to the current stream."""
+
+
 class BlockParts(ABC):
     """The parts of quantized weights that a rank holds.
 
@@ -80,10 +86,10 @@ class BlockParts(ABC):
     """
 
     @abstractmethod
-    def __init__(self, parts: Sequence[Part], quantized: Mapping[str, torch.Tensor], *, power_of_two: bool) -> None: ...
+    def __init__(self, parts: Sequence[Part], quantized: FlatMemory, *, power_of_two: bool) -> None: ...
 
     @abstractmethod
-    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
+    def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
         """Raises the magnitudes of blocks to those of this rank's weights. NaN is the largest.
 
         May leave out blocks whose scales :meth:`quantize` computes.
@@ -94,13 +100,7 @@ class BlockParts(ABC):
         """
 
     @abstractmethod
-    def quantize(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        scales: torch.Tensor,
-        inverse: torch.Tensor,
-        written: Callable[[Collection[str]], None] = lambda _: None,
-    ) -> None:
+    def quantize(self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: Written) -> None:
         """Casts the weights to E4M3.
 
         Args:
@@ -116,11 +116,11 @@ class BlockParts(ABC):
 class HostParts(BlockParts):
     """With PyTorch; see :class:`BlockParts`."""
 
-    def __init__(self, parts: Sequence[Part], quantized: Mapping[str, torch.Tensor], *, power_of_two: bool) -> None:
+    def __init__(self, parts: Sequence[Part], quantized: FlatMemory, *, power_of_two: bool) -> None:
         self._parts = [chunk for part in parts for chunk in _chunks(part)]
         self._quantized, self._power_of_two = quantized, power_of_two
 
-    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
+    def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
         """See :class:`BlockParts`."""
         for part in self._parts:
             blocks = _blocks(part, weights)
@@ -128,13 +128,7 @@ class HostParts(BlockParts):
             known = part.numbers(amax)  # of other parts of the same blocks
             torch.maximum(known, largest, out=known)
 
-    def quantize(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        scales: torch.Tensor,
-        inverse: torch.Tensor,
-        written: Callable[[Collection[str]], None] = lambda _: None,
-    ) -> None:
+    def quantize(self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: Written) -> None:
         """See :class:`BlockParts`. All is written when it returns."""
         del inverse, written
         for part in self._parts:
@@ -172,7 +166,7 @@ class KernelParts(BlockParts):
         RefitError: if the elements of a row are not adjacent.
     """
 
-    def __init__(self, parts: Sequence[Part], quantized: Mapping[str, torch.Tensor], *, power_of_two: bool) -> None:
+    def __init__(self, parts: Sequence[Part], quantized: FlatMemory, *, power_of_two: bool) -> None:
         for part in parts:
             if part.view.shape[1] > 1 and part.view.strides[1] != 1:
                 raise RefitError(f"{part.box} lies transposed in the trainer's memory, where it cannot be quantized")
@@ -181,7 +175,7 @@ class KernelParts(BlockParts):
         self._addresses: tuple[int, ...] = ()
         self._tables: list[tuple[list[TileTable], list[TileTable]]] = []
 
-    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
+    def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
         """See :class:`BlockParts`."""
         from etp.formats import kernels
 
@@ -196,13 +190,7 @@ class KernelParts(BlockParts):
             for table in others:
                 kernels.largest_magnitudes(table, amax, checked=True)
 
-    def quantize(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        scales: torch.Tensor,
-        inverse: torch.Tensor,
-        written: Callable[[Collection[str]], None] = lambda _: None,
-    ) -> None:
+    def quantize(self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: Written) -> None:
         """See :class:`BlockParts`; :meth:`measure` must have been called with the same weights."""
         from etp.formats import kernels
 
@@ -214,7 +202,7 @@ class KernelParts(BlockParts):
                 kernels.cast(table, scales)
             written(group.completes)
 
-    def _tables_of(self, pieces: Sequence[Part], weights: Mapping[str, torch.Tensor]) -> list[TileTable]:
+    def _tables_of(self, pieces: Sequence[Part], weights: FlatMemory) -> list[TileTable]:
         from etp.formats.kernels import Tiled, tables_of
 
         return tables_of(
@@ -275,7 +263,7 @@ def _chunks(part: Part) -> Iterator[Part]:
         yield part.cut(rows, (part.box.start[1], part.box.stop[1]))
 
 
-def _blocks(part: Part, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _blocks(part: Part, weights: FlatMemory) -> torch.Tensor:
     """The elements of a part's blocks, ``[down, 128, across, 128]``; 0 where a block is not the part's."""
     down, across = part.blocks
     (above, left), (rows, columns) = (low % BLOCK for low in part.box.start), part.box.shape

@@ -30,9 +30,9 @@ from megatron_patches.refit.source.experts import (
     sigmoid_router_from_config,
 )
 from megatron_patches.refit.source.family import Declaration
-from megatron_patches.refit.source.llama import LlamaFamily, Rule, common_config, linear
-from megatron_patches.refit.source.params import Cut, Param, feed_forward_params
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.llama import LlamaFamily, common_config, linear
+from megatron_patches.refit.source.params import Cut, Param, Rule, Weight, feed_forward_params
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import LatentTraits, ModelTraits, RouterTraits
 
 if TYPE_CHECKING:
@@ -97,13 +97,13 @@ class DeepseekV3Family(LlamaFamily):
             shapes[prefix + "shared_head.head.weight"] = (t.vocab_size, t.hidden_size)
         return shapes
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:
             UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
-        found: Sequence[Piece] | None = None
+        found: Sequence[RowSpan] | None = None
         if (match := _LAYER.fullmatch(shard.name)) is not None:
             main, name, extra, extra_name = match.groups()
             number, limit = int(main or extra), self.traits.num_layers if main else self.traits.mtp_layers
@@ -122,7 +122,9 @@ class DeepseekV3Family(LlamaFamily):
 
     def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
         """Parameters of a layer, except those of routed experts, by name within it."""
-        yield from self._latent_params(fused_norms)
+        yield Param("input_layernorm.weight", (self.traits.hidden_size,))
+        for weight in self._attention(fused_norms):
+            yield Param("self_attention." + weight.name, weight.shape, weight.dim)
         yield from feed_forward_params(self.traits, fused_norms, experts=self.traits.has_experts(layer), gated=True)
 
     def cuts(self, fused_norms: bool) -> Iterator[Cut]:
@@ -131,31 +133,36 @@ class DeepseekV3Family(LlamaFamily):
             yield "rows of the compressed query", self._latent.q_rank
             yield "rows of the compressed key and value", self._latent.kv_rank + self._latent.rope_dim
 
-    def _latent_params(self, fused: bool) -> Iterator[Param]:
-        t, latent, prefix = self.traits, self._latent, "self_attention."
-        query = t.num_heads * (latent.nope_dim + latent.rope_dim)
-        down = None if fused else 0  # Transformer Engine's layers do not shard the down projections
-        yield Param("input_layernorm.weight", (t.hidden_size,))
+    def _attention(self, fused: bool) -> Iterator[Weight]:
+        """Weights of a layer's attention, with norms within the linear layers that follow if ``fused``."""
+        t, latent = self.traits, self._latent
+        query, key_value = (t.num_heads * (latent.nope_dim + width) for width in (latent.rope_dim, latent.v_dim))
+        q_norm, kv_norm = "q_layernorm.weight", "kv_layernorm.weight"
+        if fused:
+            q_norm, kv_norm = "linear_q_up_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight"
+
+        def down(tensor: str, name: str, rows: int) -> Weight:
+            layout = partial(rules.column_parallel_or_whole, rows=rows)
+            # Transformer Engine's layers do not shard the down projections.
+            return Weight(tensor, name, (rows, t.hidden_size), None if fused else 0, layout)
+
         if latent.q_rank:
-            norm = "linear_q_up_proj.layer_norm_weight" if fused else "q_layernorm.weight"
-            yield Param(prefix + "linear_q_down_proj.weight", (latent.q_rank, t.hidden_size), down)
-            yield Param(prefix + norm, (latent.q_rank,))
-            yield Param(prefix + "linear_q_up_proj.weight", (query, latent.q_rank), 0)
+            yield down("q_a_proj.weight", "linear_q_down_proj.weight", latent.q_rank)
+            yield Weight("q_a_layernorm.weight", q_norm, (latent.q_rank,))
+            yield Weight("q_b_proj.weight", "linear_q_up_proj.weight", (query, latent.q_rank), 0)
         else:
-            yield Param(prefix + "linear_q_proj.weight", (query, t.hidden_size), 0)
-        norm = "linear_kv_up_proj.layer_norm_weight" if fused else "kv_layernorm.weight"
-        key_value = t.num_heads * (latent.nope_dim + latent.v_dim)
-        yield Param(prefix + "linear_kv_down_proj.weight", (latent.kv_rank + latent.rope_dim, t.hidden_size), down)
-        yield Param(prefix + norm, (latent.kv_rank,))
-        yield Param(prefix + "linear_kv_up_proj.weight", (key_value, latent.kv_rank), 0)
-        yield Param(prefix + "linear_proj.weight", (t.hidden_size, t.num_heads * latent.v_dim), 1)
+            yield Weight("q_proj.weight", "linear_q_proj.weight", (query, t.hidden_size), 0)
+        yield down("kv_a_proj_with_mqa.weight", "linear_kv_down_proj.weight", latent.kv_rank + latent.rope_dim)
+        yield Weight("kv_a_layernorm.weight", kv_norm, (latent.kv_rank,))
+        yield Weight("kv_b_proj.weight", "linear_kv_up_proj.weight", (key_value, latent.kv_rank), 0)
+        yield Weight("o_proj.weight", "linear_proj.weight", (t.hidden_size, t.num_heads * latent.v_dim), 1)
 
     def _mtp_prefixes(self) -> Sequence[tuple[str, int]]:
         """Prefix and number of each multi-token prediction layer in the checkpoint."""
         first = self.traits.num_layers
         return [(f"model.layers.{layer}.", layer) for layer in range(first, first + self.traits.mtp_layers)]
 
-    def _table_pieces(self, shard: ParamShard) -> Sequence[Piece] | None:
+    def _table_pieces(self, shard: ParamShard) -> Sequence[RowSpan] | None:
         rule = self._outer_rules().get(shard.name)
         if rule is None:
             return None
@@ -169,25 +176,25 @@ class DeepseekV3Family(LlamaFamily):
                 pieces.extend(rules.vocabulary(shard, f"{prefix}{name}.weight", self.traits.vocab_size))
         return pieces
 
-    def _mtp_pieces(self, shard: ParamShard, layer: int, kind: str) -> Sequence[Piece]:
+    def _mtp_pieces(self, shard: ParamShard, layer: int, kind: str) -> Sequence[RowSpan]:
         prefix = f"model.layers.{layer}."
         if kind == "eh_proj":
             return rules.column_parallel(shard, prefix + "eh_proj.weight")
         name = "shared_head.norm" if kind == "final_layernorm" else kind
         return rules.replicated(shard, f"{prefix}{name}.weight")
 
-    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[Piece] | None:
+    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[RowSpan] | None:
         t, prefix = self.traits, f"model.layers.{layer}."
-        layer_rules = {**self._attention_rules(prefix), **self._feed_forward_rules(prefix, t.has_experts(layer))}
-        if name in layer_rules:
-            return layer_rules[name](shard)
-        if t.has_experts(layer):
-            return expert_pieces(shard, name, prefix + "mlp.experts.", t.num_experts, gated=True)
-        return None
+        if t.has_experts(layer):  # first, because there are many
+            found = expert_pieces(shard, name, prefix + "mlp.experts.", t.num_experts, gated=True)
+            if found is not None:
+                return found
+        rule = {**self._attention_rules(prefix), **self._feed_forward_rules(prefix, t.has_experts(layer))}.get(name)
+        return None if rule is None else rule(shard)
 
     def _layer_shapes(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         t, prefix = self.traits, f"model.layers.{layer}."
-        inner = {**self._attention_shapes()}
+        inner = dict(self._attention_shapes())
         if t.has_experts(layer):
             inner["mlp.gate.weight"] = (t.num_experts, t.hidden_size)
             if t.router_bias:
@@ -202,50 +209,13 @@ class DeepseekV3Family(LlamaFamily):
         return {prefix + name: shape for name, shape in inner.items()}
 
     def _attention_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        t, latent = self.traits, self._latent
-        query = t.num_heads * (latent.nope_dim + latent.rope_dim)
-        shapes: dict[str, tuple[int, ...]] = {}
-        if latent.q_rank:
-            shapes |= linear("self_attn.q_a_proj", latent.q_rank, t.hidden_size, bias=False)
-            shapes["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
-            shapes |= linear("self_attn.q_b_proj", query, latent.q_rank, bias=False)
-        else:
-            shapes |= linear("self_attn.q_proj", query, t.hidden_size, bias=False)
-        shapes |= linear("self_attn.kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, t.hidden_size, bias=False)
-        shapes["self_attn.kv_a_layernorm.weight"] = (latent.kv_rank,)
-        key_value = t.num_heads * (latent.nope_dim + latent.v_dim)
-        shapes |= linear("self_attn.kv_b_proj", key_value, latent.kv_rank, bias=False)
-        shapes |= linear("self_attn.o_proj", t.hidden_size, t.num_heads * latent.v_dim, bias=False)
-        return shapes
+        return {"self_attn." + weight.tensor: weight.shape for weight in self._attention(fused=False)}
 
     def _attention_rules(self, prefix: str) -> Mapping[str, Rule]:
-        latent, mine, theirs = self._latent, "self_attention.", prefix + "self_attn."
-        q_norm = partial(rules.replicated, tensor=theirs + "q_a_layernorm.weight")
-        kv_norm = partial(rules.replicated, tensor=theirs + "kv_a_layernorm.weight")
-        q_down, kv_down = theirs + "q_a_proj.weight", theirs + "kv_a_proj_with_mqa.weight"
-        kv_rows = latent.kv_rank + latent.rope_dim
-        found: dict[str, Rule] = {
-            "input_layernorm.weight": partial(rules.replicated, tensor=prefix + "input_layernorm.weight"),
-            mine + "linear_kv_down_proj.weight": partial(rules.column_parallel_or_whole, tensor=kv_down, rows=kv_rows),
-            mine + "kv_layernorm.weight": kv_norm,
-            mine + "linear_kv_up_proj.layer_norm_weight": kv_norm,
-            mine + "linear_kv_up_proj.weight": partial(rules.column_parallel, tensor=theirs + "kv_b_proj.weight"),
-            mine + "linear_proj.weight": partial(rules.row_parallel, tensor=theirs + "o_proj.weight"),
-        }
-        if not latent.q_rank:
-            return {
-                **found,
-                mine + "linear_q_proj.weight": partial(rules.column_parallel, tensor=theirs + "q_proj.weight"),
-            }
-        return {
-            **found,
-            mine + "linear_q_down_proj.weight": partial(
-                rules.column_parallel_or_whole, tensor=q_down, rows=latent.q_rank
-            ),
-            mine + "q_layernorm.weight": q_norm,
-            mine + "linear_q_up_proj.layer_norm_weight": q_norm,
-            mine + "linear_q_up_proj.weight": partial(rules.column_parallel, tensor=theirs + "q_b_proj.weight"),
-        }
+        norm = partial(rules.replicated, tensor=prefix + "input_layernorm.weight")
+        weights = [*self._attention(fused=False), *self._attention(fused=True)]
+        inner = {"self_attention." + weight.name: weight.rule(prefix + "self_attn.") for weight in weights}
+        return {"input_layernorm.weight": norm, **inner}
 
     def _feed_forward_rules(self, prefix: str, experts: bool) -> Mapping[str, Rule]:
         norm = partial(rules.replicated, tensor=prefix + "post_attention_layernorm.weight")

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.config_fields import integer, number
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import RouterTraits
 
 # One module per expert (SequentialMLP), or one weight per expert in a grouped module (TEGroupedMLP). Numbers are those
@@ -26,7 +26,7 @@ def expert_shapes(prefix: str, count: int, hidden: int, width: int, gated: bool)
     return shapes
 
 
-def expert_pieces(shard: ParamShard, name: str, prefix: str, count: int, gated: bool) -> Sequence[Piece] | None:
+def expert_pieces(shard: ParamShard, name: str, prefix: str, count: int, gated: bool) -> Sequence[RowSpan] | None:
     """Pieces of an expert's weight; None if ``name`` is not that of an expert's parameter.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_patches.refit.source.params import Cut, Param
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import ModelTraits
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ModelFamily(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Global shape of every tensor of the checkpoint, in the order of the file."""
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:

@@ -7,7 +7,7 @@ layer that follows. Both map to the same tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +19,17 @@ from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_g
 from megatron_patches.refit.source.params import (
     Cut,
     Param,
+    Rule,
     attention_cuts,
     attention_params,
     expert_params,
     feed_forward_params,
 )
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import ModelTraits
 
 if TYPE_CHECKING:
     import torch
-
-Rule = Callable[[ParamShard], Sequence[Piece]]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -73,7 +72,7 @@ class LlamaFamily:
             shapes["lm_head.weight"] = table
         return shapes
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:

@@ -31,16 +31,18 @@ from megatron_patches.refit.source.experts import (
     sigmoid_router_from_config,
 )
 from megatron_patches.refit.source.family import Declaration
-from megatron_patches.refit.source.llama import Rule, linear
+from megatron_patches.refit.source.llama import linear
 from megatron_patches.refit.source.params import (
     Cut,
     Param,
+    Rule,
+    Weight,
     attention_cuts,
     attention_params,
     expert_params,
     feed_forward_params,
 )
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import MambaTraits, ModelTraits, RouterTraits
 
 if TYPE_CHECKING:
@@ -131,13 +133,13 @@ class NemotronHFamily:
             shapes["lm_head.weight"] = (t.vocab_size, t.hidden_size)
         return shapes
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:
             UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
-        found: Sequence[Piece] | None = None
+        found: Sequence[RowSpan] | None = None
         match = _LAYER.fullmatch(shard.name)
         if match is not None and int(match[1]) < self.traits.num_layers:
             found = self._layer_pieces(shard, int(match[1]), match[2])
@@ -177,15 +179,22 @@ class NemotronHFamily:
         yield "groups of a Mamba mixer", self._mamba.groups
 
     def _mamba_params(self, fused_norms: bool) -> Iterator[Param]:
+        yield Param("mixer.in_proj.layer_norm_weight" if fused_norms else "norm.weight", (self.traits.hidden_size,))
+        for weight in self._mixer():
+            yield Param("mixer." + weight.name, weight.shape, weight.dim)
+
+    def _mixer(self) -> Iterator[Weight]:
+        """Weights of a Mamba mixer."""
         mamba, hidden = self._mamba, self.traits.hidden_size
-        yield Param("mixer.in_proj.layer_norm_weight" if fused_norms else "norm.weight", (hidden,))
-        yield Param("mixer.in_proj.weight", (mamba.inner + mamba.convolved + mamba.heads, hidden), 0)
-        yield Param("mixer.conv1d_weight", (mamba.convolved, 1, mamba.kernel), 0)
-        yield Param("mixer.conv1d_bias", (mamba.convolved,), 0)
+        rows = (mamba.inner, mamba.inner, mamba.grouped, mamba.grouped, mamba.heads)
+        inputs, convolved = partial(_blocks, sizes=rows), partial(_blocks, sizes=rows[1:4])
+        yield Weight("in_proj.weight", "in_proj.weight", (sum(rows), hidden), 0, inputs)
+        yield Weight("conv1d.weight", "conv1d_weight", (mamba.convolved, 1, mamba.kernel), 0, convolved)
+        yield Weight("conv1d.bias", "conv1d_bias", (mamba.convolved,), 0, convolved)
         for name in ("dt_bias", "A_log", "D"):
-            yield Param(f"mixer.{name}", (mamba.heads,), 0)
-        yield Param("mixer.norm.weight", (mamba.inner,), 0)
-        yield Param("mixer.out_proj.weight", (hidden, mamba.inner), 1)
+            yield Weight(name, name, (mamba.heads,), 0)
+        yield Weight("norm.weight", "norm.weight", (mamba.inner,), 0)
+        yield Weight("out_proj.weight", "out_proj.weight", (hidden, mamba.inner), 1)
 
     @property
     def _mamba(self) -> MambaTraits:
@@ -203,7 +212,7 @@ class NemotronHFamily:
             "decoder.final_norm.weight": partial(rules.replicated, tensor="backbone.norm_f.weight"),
         }
 
-    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[Piece] | None:
+    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[RowSpan] | None:
         kind, prefix = self.traits.layer_kinds[layer], f"backbone.layers.{layer}."
         norm, mixer = partial(rules.replicated, tensor=prefix + "norm.weight"), prefix + "mixer."
         by_kind = {
@@ -223,7 +232,7 @@ class NemotronHFamily:
         """Tensors of a layer's mixer, by name within it."""
         t = self.traits
         if kind == "mamba":
-            return self._mamba_shapes()
+            return {weight.tensor: weight.shape for weight in self._mixer()}
         if kind == "attention":
             query, key = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
             return {
@@ -243,34 +252,9 @@ class NemotronHFamily:
             shapes |= _plain_shapes("shared_experts.", t.hidden_size, t.shared_ffn_hidden_size)
         return shapes
 
-    def _mamba_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        mamba, hidden = self._mamba, self.traits.hidden_size
-        return {
-            "in_proj.weight": (mamba.inner + mamba.convolved + mamba.heads, hidden),
-            "conv1d.weight": (mamba.convolved, 1, mamba.kernel),
-            "conv1d.bias": (mamba.convolved,),
-            "dt_bias": (mamba.heads,),
-            "A_log": (mamba.heads,),
-            "D": (mamba.heads,),
-            "norm.weight": (mamba.inner,),
-            "out_proj.weight": (hidden, mamba.inner),
-        }
-
     def _mamba_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
-        mamba = self._mamba
-        inputs = partial(_blocks, sizes=(mamba.inner, mamba.inner, mamba.grouped, mamba.grouped, mamba.heads))
-        convolved = partial(_blocks, sizes=(mamba.inner, mamba.grouped, mamba.grouped))
-        found: dict[str, Rule] = {
-            "norm.weight": norm,
-            "mixer.in_proj.layer_norm_weight": norm,
-            "mixer.in_proj.weight": partial(inputs, tensor=mixer + "in_proj.weight"),
-            "mixer.conv1d_weight": partial(convolved, tensor=mixer + "conv1d.weight"),
-            "mixer.conv1d_bias": partial(convolved, tensor=mixer + "conv1d.bias"),
-            "mixer.out_proj.weight": partial(rules.row_parallel, tensor=mixer + "out_proj.weight"),
-        }
-        for name in ("dt_bias", "A_log", "D", "norm.weight"):
-            found[f"mixer.{name}"] = partial(rules.column_parallel, tensor=mixer + name)
-        return found
+        inner = {"mixer." + weight.name: weight.rule(mixer) for weight in self._mixer()}
+        return {"norm.weight": norm, "mixer.in_proj.layer_norm_weight": norm, **inner}
 
     def _attention_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
         t = self.traits
@@ -306,7 +290,7 @@ class NemotronHFamily:
         return found
 
 
-def _blocks(shard: ParamShard, tensor: str, sizes: Sequence[int]) -> tuple[Piece, ...]:
+def _blocks(shard: ParamShard, tensor: str, sizes: Sequence[int]) -> tuple[RowSpan, ...]:
     """Consecutive blocks of ``sizes`` rows in ``tensor``, each cut separately by tensor parallelism."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return rules.segments(shard, [(tensor, start, rows) for start, rows in zip(starts, sizes, strict=True)])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from megatron_patches.refit.source import rules
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import ModelTraits
+
+Rule = Callable[[ParamShard], Sequence[RowSpan]]
+"""The boxes that a parameter holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,30 @@ class Param:
     def sharded(self) -> bool:
         """Whether ETP cuts its rows: those of linear layers and embeddings, but not of router, norms and biases."""
         return self.dim is not None and len(self.shape) == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight of a layer, if it is one tensor of the checkpoint and one parameter of Megatron.
+
+    Attributes:
+        tensor: name of the tensor within its module.
+        name: Megatron's name within the corresponding module.
+        shape: shape of the tensor, and of the parameter before tensor parallelism.
+        dim: dimension that tensor parallelism cuts; None for none.
+        layout: the function of :mod:`megatron_patches.refit.source.rules`, if it is not the one for ``dim``.
+    """
+
+    tensor: str
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    layout: Callable[..., Sequence[RowSpan]] | None = None
+
+    def rule(self, prefix: str) -> Rule:
+        """Which boxes of the tensor, whose full name begins with ``prefix``, a parameter holds."""
+        by_dim = {None: rules.replicated, 0: rules.column_parallel, 1: rules.row_parallel}
+        return partial(self.layout or by_dim[self.dim], tensor=prefix + self.tensor)
 
 
 Cut = tuple[str, int]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
-from megatron_patches.refit.source.llama import LlamaFamily, Rule, common_config, traits_from_config
+from megatron_patches.refit.source.llama import LlamaFamily, common_config, traits_from_config
+from megatron_patches.refit.source.params import Rule
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,10 @@ from megatron_patches.refit.source.config_fields import flag, integer
 from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
 from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
-from megatron_patches.refit.source.llama import Rule, traits_from_config
+from megatron_patches.refit.source.llama import traits_from_config
+from megatron_patches.refit.source.params import Rule
 from megatron_patches.refit.source.qwen3 import Qwen3Family, bias_refusals
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ class Qwen3MoeFamily(Qwen3Family):
             "mlp_only_layers": [],
         }
 
-    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
         """The box of each range of rows of the TP-local weight.
 
         Raises:

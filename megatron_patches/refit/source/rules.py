@@ -10,22 +10,22 @@ from collections.abc import Sequence
 
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import UnmappedParameterError
-from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.shard import ParamShard, RowSpan
 
 
-def replicated(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
+def replicated(shard: ParamShard, tensor: str) -> tuple[RowSpan, ...]:
     """Equal on every tensor-parallel rank: norms, and biases of row-parallel layers."""
     _expect_partition(shard, None)
-    return (Piece(0, Box(tensor, (0,) * len(shard.shape), shard.shape)),)
+    return (RowSpan(0, Box(tensor, (0,) * len(shard.shape), shard.shape)),)
 
 
-def column_parallel(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
+def column_parallel(shard: ParamShard, tensor: str) -> tuple[RowSpan, ...]:
     """Tensor-parallel rank r holds the r-th block of rows."""
     _expect_partition(shard, 0)
     return (_rows(shard, tensor, 0, shard.tp_rank * shard.shape[0], shard.shape[0]),)
 
 
-def column_parallel_or_whole(shard: ParamShard, tensor: str, rows: int) -> tuple[Piece, ...]:
+def column_parallel_or_whole(shard: ParamShard, tensor: str, rows: int) -> tuple[RowSpan, ...]:
     """Rows cut by tensor parallelism, or replicated; the parameter says which.
 
     Megatron's own layers cut the down projections of multi-latent attention; Transformer Engine's replicate them.
@@ -44,7 +44,7 @@ def column_parallel_or_whole(shard: ParamShard, tensor: str, rows: int) -> tuple
     return replicated(shard, tensor) if whole else column_parallel(shard, tensor)
 
 
-def segments(shard: ParamShard, parts: Sequence[tuple[str, int, int]]) -> tuple[Piece, ...]:
+def segments(shard: ParamShard, parts: Sequence[tuple[str, int, int]]) -> tuple[RowSpan, ...]:
     """Several blocks of rows in one weight, each cut by tensor parallelism. A rank holds its part of each in turn.
 
     Args:
@@ -67,15 +67,15 @@ def segments(shard: ParamShard, parts: Sequence[tuple[str, int, int]]) -> tuple[
     return tuple(pieces)
 
 
-def row_parallel(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
+def row_parallel(shard: ParamShard, tensor: str) -> tuple[RowSpan, ...]:
     """Tensor-parallel rank r holds the r-th block of columns, with all rows."""
     _expect_partition(shard, 1)
     rows, columns = shard.shape
     start = shard.tp_rank * columns
-    return (Piece(0, Box(tensor, (0, start), (rows, start + columns))),)
+    return (RowSpan(0, Box(tensor, (0, start), (rows, start + columns))),)
 
 
-def vocabulary(shard: ParamShard, tensor: str, vocab_size: int) -> tuple[Piece, ...]:
+def vocabulary(shard: ParamShard, tensor: str, vocab_size: int) -> tuple[RowSpan, ...]:
     """A column-parallel table with padding at its end; only the first ``vocab_size`` rows belong to the model."""
     _expect_partition(shard, 0)
     start = shard.tp_rank * shard.shape[0]
@@ -83,7 +83,7 @@ def vocabulary(shard: ParamShard, tensor: str, vocab_size: int) -> tuple[Piece, 
     return (_rows(shard, tensor, 0, start, rows),) if rows > 0 else ()
 
 
-def gated(shard: ParamShard, gate: str, up: str) -> tuple[Piece, ...]:
+def gated(shard: ParamShard, gate: str, up: str) -> tuple[RowSpan, ...]:
     """Gate and up projection in one weight: each tensor-parallel rank holds its gate rows, then its up rows."""
     _expect_partition(shard, 0)
     if shard.shape[0] % 2:
@@ -95,7 +95,7 @@ def gated(shard: ParamShard, gate: str, up: str) -> tuple[Piece, ...]:
 
 def fused_qkv(
     shard: ParamShard, names: tuple[str, str, str], heads: int, kv_heads: int, head_dim: int
-) -> tuple[Piece, ...]:
+) -> tuple[RowSpan, ...]:
     """Query, key and value in one weight, group by group: the query heads of a KV group, its key, its value.
 
     Tensor parallelism cuts the rows of the whole weight regardless of groups. With more tensor-parallel ranks than KV
@@ -131,10 +131,10 @@ def fused_qkv(
     return tuple(pieces)
 
 
-def _rows(shard: ParamShard, tensor: str, local: int, start: int, rows: int) -> Piece:
+def _rows(shard: ParamShard, tensor: str, local: int, start: int, rows: int) -> RowSpan:
     """Rows ``[local, local + rows)`` of the TP-local weight are rows ``[start, start + rows)`` of ``tensor``."""
     tail = shard.shape[1:]
-    return Piece(local, Box(tensor, (start, *(0,) * len(tail)), (start + rows, *tail)))
+    return RowSpan(local, Box(tensor, (start, *(0,) * len(tail)), (start + rows, *tail)))
 
 
 def _expect_partition(shard: ParamShard, dim: int | None) -> None:

@@ -1,7 +1,7 @@
 """A Megatron parameter as one rank holds it, in integers, and its translation into boxes.
 
 A weight is cut twice. Tensor parallelism cuts dim 0 or dim 1 of the whole weight. Extended tensor parallelism then cuts
-dim 0 of the TP-local weight and pads its end. A family mapping sees only the TP-local weight, as :class:`Piece`
+dim 0 of the TP-local weight and pads its end. A family mapping sees only the TP-local weight, as :class:`RowSpan`
 objects: "these rows of it are this box of that tensor". :func:`placements` then clips the pieces to the rows of this
 rank's shard. Padding rows belong to no piece, so they can never be sent.
 """
@@ -70,7 +70,7 @@ class ParamShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowSpan:
     """Rows ``[start, start + box.shape[0])`` of a TP-local weight are ``box``.
 
     Attributes:
@@ -82,7 +82,7 @@ class Piece:
     box: Box
 
 
-def placements(shard: ParamShard, pieces: Iterable[Piece]) -> Iterator[Placement]:
+def placements(shard: ParamShard, pieces: Iterable[RowSpan]) -> Iterator[Placement]:
     """The boxes of ``shard`` that this rank holds, and their places, from the pieces of the TP-local weight.
 
     Raises:

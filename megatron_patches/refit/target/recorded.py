@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, row_major_strides
-from megatron_patches.refit.conversion import Rule, Step
+from megatron_patches.refit.conversion import ElementOp, Rule
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class Strided:
     """Elements of one flat memory, as torch describes them.
 
     Attributes:
@@ -49,10 +49,10 @@ class CopyRecord:
     """
 
     tensor: str
-    read: Region
+    read: Strided
     storage: str
-    write: Region
-    steps: tuple[Step, ...] = ()
+    write: Strided
+    steps: tuple[ElementOp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class FillRecord:
     """
 
     storage: str
-    write: Region
+    write: Strided
     value: float
 
 
@@ -135,9 +135,9 @@ class _Arrivals:
     def __init__(self, parameters: Sequence[RecordedParameter]) -> None:
         self.storages: list[Storage] = []
         self._parameters = {parameter.name: parameter for parameter in parameters}
-        self._names: dict[tuple[str, str, tuple[Step, ...]], str] = {}
+        self._names: dict[tuple[str, str, tuple[ElementOp, ...]], str] = {}
 
-    def storage(self, parameter: str, dtype: str, steps: tuple[Step, ...]) -> str:
+    def storage(self, parameter: str, dtype: str, steps: tuple[ElementOp, ...]) -> str:
         """Name of the storage for elements of a parameter that arrive as ``dtype`` and are converted by ``steps``."""
         name = self._names.get((parameter, dtype, steps))
         if name is None:

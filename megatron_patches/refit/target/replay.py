@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from megatron_patches.refit.boxes import View
-from megatron_patches.refit.conversion import CONVERT, Step
+from megatron_patches.refit.conversion import CONVERT, ElementOp
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.target.recorded import FillRecord
 
 
-def replay(steps: Sequence[Step], values: torch.Tensor) -> torch.Tensor:
+def replay(steps: Sequence[ElementOp], values: torch.Tensor) -> torch.Tensor:
     """Applies the steps of a rule.
 
     Args:

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_patches.refit.boxes import Box, View, row_major_strides
-from megatron_patches.refit.conversion import CONVERT, Rule, Step
+from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.source.traits import ModelTraits
@@ -148,7 +148,11 @@ _Parameter = tuple[str, tuple[int, ...], list[_Slot], str | Rule | None]
 
 def _minus_exp(parameter: str) -> Rule:
     """The rule of the loader of Mamba's ``A``."""
-    steps = (Step(CONVERT, "float32"), Step("exp.default", "float32"), Step("neg.default", "float32"))
+    steps = (
+        ElementOp(CONVERT, "float32"),
+        ElementOp("exp.default", "float32"),
+        ElementOp("neg.default", "float32"),
+    )
     return Rule(parameter, steps)
 
 

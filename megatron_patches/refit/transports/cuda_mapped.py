@@ -8,6 +8,7 @@ as well.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -134,9 +135,11 @@ class ChunkShelf:
         if known is not None and (known.handle, known.chunk.nbytes) == (handle, nbytes):
             self._driver.release(handle)  # it is already retained
             return known
-        if not self._driver.becomes_file(handle):
+        try:
+            os.close(self._driver.export_file(handle))
+        except PartyFailedError:
             self._driver.release(handle)
-            return None
+            return None  # it was made for no other process
         held = _Held(Chunk(self._next, nbytes), handle)
         self._next += 1
         self._forget({base} & set(self._held))

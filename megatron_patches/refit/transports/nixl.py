@@ -23,7 +23,7 @@ from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
-from megatron_patches.refit.transports.nixl_agent import NixlAgent, Peer, Region, Spans, region_of
+from megatron_patches.refit.transports.nixl_agent import MemoryRange, NixlAgent, Peer, Spans, range_of
 from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 
 
@@ -132,7 +132,7 @@ class _Slots:
         self._lease = place.pool.lease(SLOTS * slot_bytes, make)
         self.memory = self._lease.buffer
         self.payloads = [self.memory[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
-        self.region: Region = region_of(self.memory)
+        self.region: MemoryRange = range_of(self.memory)
         try:
             agent.register(self.region)
         except BaseException:
@@ -235,7 +235,7 @@ class NixlIncoming(IncomingWire):
         sizes = [item.nbytes for item in load.items]
         widths = [itemsize(item.dtype) for item in load.items]
         own = [
-            region_of(spot.storage).address + width * spot.view.offset
+            range_of(spot.storage).address + width * spot.view.offset
             for spot, width in zip(places, widths, strict=True)
         ]
         theirs = [

@@ -54,14 +54,14 @@ def load_api() -> Any:
     raise RefitError(f"the transport nixl needs the package nixl (pip install nixl): {'; '.join(reasons)}")
 
 
-class Region(NamedTuple):
+class MemoryRange(NamedTuple):
     """Memory of this process, in bytes."""
 
     address: int
     nbytes: int
 
 
-def region_of(memory: Payload | Bits) -> Region:
+def range_of(memory: Payload | Bits) -> MemoryRange:
     """The region of an array or a tensor.
 
     Raises:
@@ -75,7 +75,7 @@ def region_of(memory: Payload | Bits) -> Region:
         contiguous, address = memory.is_contiguous(), int(memory.data_ptr())
     if not contiguous:
         raise PartyFailedError("NIXL cannot use a storage that is not contiguous")
-    return Region(address, int(memory.nbytes))
+    return MemoryRange(address, int(memory.nbytes))
 
 
 class Spans(NamedTuple):
@@ -131,8 +131,8 @@ class NixlAgent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent: Any = api.nixl_agent(f"refit-{party}-{secrets.token_hex(8)}", config)
         self.kind, self.device = ("DRAM", 0) if host else ("VRAM", int(device.partition(":")[2] or 0))
-        self._registered: dict[Region, Any] = {}
-        self._uses: Counter[Region] = Counter()
+        self._registered: dict[MemoryRange, Any] = {}
+        self._uses: Counter[MemoryRange] = Counter()
         self._under_way: list[Reading[Any]] = []
         self._looked = 0.0
 
@@ -142,7 +142,7 @@ class NixlAgent:
         found: bytes = self._agent.get_agent_metadata()
         return found
 
-    def register(self, region: Region) -> None:
+    def register(self, region: MemoryRange) -> None:
         """Registers memory with NIXL, or counts another use of it. Call :meth:`forget` once per call.
 
         Args:
@@ -162,7 +162,7 @@ class NixlAgent:
                 ) from error
         self._uses[region] += 1
 
-    def forget(self, region: Region) -> None:
+    def forget(self, region: MemoryRange) -> None:
         """Ends one use of registered memory. Deregisters it after the last."""
         self._uses[region] -= 1
         if not self._uses[region]:
@@ -208,7 +208,7 @@ class NixlAgent:
         Raises:
             PartyFailedError: if NIXL fails.
         """
-        regions = {region_of(memory) for memory in into}
+        regions = {range_of(memory) for memory in into}
         if self.kind == "VRAM" and not regions <= self._registered.keys():
             # Kernels on torch's stream may still use memory that was freed and reused; NIXL is not ordered with
             # streams.
@@ -278,7 +278,7 @@ class Reading[T]:
     """
 
     def __init__(
-        self, agent: NixlAgent, handle: Any, memory: tuple[AbstractSet[Region], object], result: T, what: str
+        self, agent: NixlAgent, handle: Any, memory: tuple[AbstractSet[MemoryRange], object], result: T, what: str
     ) -> None:
         self._agent, self._handle, self._result, self._what = agent, handle, result, what
         self.regions, self._held = memory

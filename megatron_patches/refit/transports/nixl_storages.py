@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.transports.nixl_agent import NixlAgent, Region, region_of
+from megatron_patches.refit.transports.nixl_agent import MemoryRange, NixlAgent, range_of
 
 
 class RegisteredStorages:
@@ -24,7 +24,7 @@ class RegisteredStorages:
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
-        self._registered: set[Region] = set()
+        self._registered: set[MemoryRange] = set()
         self._hidden: frozenset[str] = frozenset()
         self._located: tuple[Memory, Mapping[str, int]] = {}, {}
         self.generation = 0
@@ -59,7 +59,7 @@ class RegisteredStorages:
         return self._located[1]
 
     def _register(self, memory: Memory) -> dict[str, int]:
-        regions = {name: region_of(storage) for name, storage in memory.items()}
+        regions = {name: range_of(storage) for name, storage in memory.items()}
         homes = _merge(region for region in regions.values() if region.nbytes)
         wanted = set(homes.values())
         gone = self._registered - wanted
@@ -76,17 +76,17 @@ class RegisteredStorages:
         return {name: region.address for name, region in regions.items() if homes.get(region) in self._registered}
 
 
-def _merge(regions: Iterable[Region]) -> dict[Region, Region]:
+def _merge(regions: Iterable[MemoryRange]) -> dict[MemoryRange, MemoryRange]:
     """For each region, the union of all regions that it overlaps. Adjacent regions may be separate allocations."""
-    found: dict[Region, Region] = {}
-    group: list[Region] = []
+    found: dict[MemoryRange, MemoryRange] = {}
+    group: list[MemoryRange] = []
     begin = end = 0
     for region in sorted(set(regions)):
         if group and region.address >= end:
-            found |= dict.fromkeys(group, Region(begin, end - begin))
+            found |= dict.fromkeys(group, MemoryRange(begin, end - begin))
             group = []
         if not group:
             begin = end = region.address
         group.append(region)
         end = max(end, region.address + region.nbytes)
-    return found | dict.fromkeys(group, Region(begin, end - begin))
+    return found | dict.fromkeys(group, MemoryRange(begin, end - begin))

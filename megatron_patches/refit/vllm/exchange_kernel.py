@@ -51,7 +51,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.store(origin + other + at, mine, mask=mask)
 
 
-class Exchange:
+class MemorySwap:
     """Stretches of one device's memory that are swapped on each run.
 
     Args:

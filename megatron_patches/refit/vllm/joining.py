@@ -36,7 +36,7 @@ from megatron_patches.refit.vllm.reload import loader_form
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
 from megatron_patches.refit.vllm.unwrapped import unwrapped
-from megatron_patches.refit.vllm.worker_session import LEAVING_S, Layout, ServingModel, WorkerSession
+from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel, WorkerLayout, WorkerSession
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Joining:
         self._assembly = Assembly(call.invitation, call.sources + serving.worker, serving.name)
         self._party = DestinationParty(self._assembly, options, str(serving.device))
         self._model: Future[Model] = Future()  # from the other parties
-        self._layout: Future[Layout] = Future()  # from record()
+        self._layout: Future[WorkerLayout] = Future()  # from record()
         self._failure: Exception | None = None
         self._aside = Aside(serving.device)
         self._aside.start("join", self._meet)
@@ -155,7 +155,7 @@ class Joining:
 
 def describe_layout(
     model: Model, serving: ServingModel, rank: int, memory: MemoryMode, payload: PayloadKind = PayloadKind.WHOLE
-) -> Layout:
+) -> WorkerLayout:
     """Describes what a worker wants of a model, by running the engine's own weight loaders.
 
     Args:
@@ -190,4 +190,4 @@ def describe_layout(
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
     relays = Relays(model, manifest, layers, serving.device, worker=rank, name=serving.name)
-    return Layout(manifest, recording.fills, layers, in_place, relays, payload)
+    return WorkerLayout(manifest, recording.fills, layers, in_place, relays, payload)

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_patches.refit.boxes import TensorSpec
-from megatron_patches.refit.conversion import CONVERT, Step
+from megatron_patches.refit.conversion import CONVERT, ElementOp
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.target.recorded import CopyRecord, FillRecord, RecordedParameter, Region
+from megatron_patches.refit.target.recorded import CopyRecord, FillRecord, RecordedParameter, Strided
 
 _aten = torch.ops.aten
 # Operations that copy elements to new memory without changing their place or value.
@@ -82,8 +82,8 @@ def _key(tensor: torch.Tensor) -> int:
     return key
 
 
-def _region(tensor: torch.Tensor) -> Region:
-    return Region(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+def _region(tensor: torch.Tensor) -> Strided:
+    return Strided(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -101,10 +101,10 @@ class _Origin:
     """
 
     tensor: str
-    region: Region
-    steps: tuple[Step, ...] = ()
+    region: Strided
+    steps: tuple[ElementOp, ...] = ()
 
-    def then(self, step: Step) -> _Origin:
+    def then(self, step: ElementOp) -> _Origin:
         return replace(self, steps=(*self.steps, step))
 
 
@@ -118,10 +118,10 @@ class _Recorder(TorchDispatchMode):
         self._parameter_of: dict[int, str] = {}
         for name, tensor in parameters.items():
             self._parameter_of.setdefault(_key(tensor), name)
-        self._copied: dict[int, list[tuple[Region, _Origin]]] = defaultdict(list)  # into each parameter, in order
-        self._filled: dict[int, list[Region]] = defaultdict(list)  # of each parameter
+        self._copied: dict[int, list[tuple[Strided, _Origin]]] = defaultdict(list)  # into each parameter, in order
+        self._filled: dict[int, list[Strided]] = defaultdict(list)  # of each parameter
         # Intermediate tensors: the origin and region of their elements, or the source's name and all operations on it.
-        self._image_of: dict[int, tuple[_Origin, Region]] = {}
+        self._image_of: dict[int, tuple[_Origin, Strided]] = {}
         self._changed_by: dict[int, tuple[str, str]] = {}
         # Storage identities are valid only while their tensors live.
         self._alive: list[torch.Tensor] = [*sources.values(), *parameters.values()]
@@ -240,7 +240,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _converted(origin: _Origin, tensor: torch.Tensor, into: torch.Tensor) -> _Origin:
-    return origin if tensor.dtype is into.dtype else origin.then(Step(CONVERT, _dtype_name(into.dtype)))
+    return origin if tensor.dtype is into.dtype else origin.then(ElementOp(CONVERT, _dtype_name(into.dtype)))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -253,7 +253,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [leaf for name in names for leaf in tree_leaves(by_name.get(name)) if isinstance(leaf, torch.Tensor)]
 
 
-def _elementwise(func: Any, args: Any, kwargs: Any, result: Any) -> Step | None:
+def _elementwise(func: Any, args: Any, kwargs: Any, result: Any) -> ElementOp | None:
     """The operation as a step, if it is elementwise in its first argument and all others are plain values."""
     if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -264,13 +264,13 @@ def _elementwise(func: Any, args: Any, kwargs: Any, result: Any) -> Step | None:
     if result.shape != args[0].shape:
         return None
     operation = str(func).removeprefix("aten.")
-    return Step(operation, _dtype_name(result.dtype), tuple(args[1:]), tuple(sorted(kwargs.items())))
+    return ElementOp(operation, _dtype_name(result.dtype), tuple(args[1:]), tuple(sorted(kwargs.items())))
 
 
-def _overlap(one: Region, other: Region) -> bool:
+def _overlap(one: Strided, other: Strided) -> bool:
     """Whether the memory spans of two regions overlap."""
 
-    def span(region: Region) -> tuple[int, int]:
+    def span(region: Strided) -> tuple[int, int]:
         reach = sum((extent - 1) * step for extent, step in zip(region.shape, region.strides, strict=True))
         return region.offset, region.offset + reach
 

@@ -252,9 +252,9 @@ def make_ready(device: torch.device) -> None:
 
 
 def _exchange_of(device: torch.device, pairs: Sequence[Pair]) -> _Step:
-    from megatron_patches.refit.vllm.exchange_kernel import Exchange
+    from megatron_patches.refit.vllm.exchange_kernel import MemorySwap
 
-    return Exchange([(old.data_ptr(), new.data_ptr(), old.nbytes) for old, new in pairs], device)
+    return MemorySwap([(old.data_ptr(), new.data_ptr(), old.nbytes) for old, new in pairs], device)
 
 
 def _grouped(pairs: Iterable[Pair], room_bytes: int, rooms: _Rooms) -> Iterator[tuple[list[Pair], list[torch.Tensor]]]:

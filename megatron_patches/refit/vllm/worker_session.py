@@ -87,7 +87,7 @@ class ServingModel:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WorkerLayout:
     """What a worker wants of every version, and how it uses it.
 
     Attributes:
@@ -135,7 +135,7 @@ class WorkerSession:
         self,
         party: DestinationParty,
         serving: ServingModel,
-        layout: Layout,
+        layout: WorkerLayout,
         *,
         version: int,
         may_go_on: bool,

@@ -100,11 +100,11 @@ class HostDriver(CudaDriver):
             os.close(allocation.file)
             del self._allocations[handle]
 
-    def becomes_file(self, handle: int) -> bool:
-        return self._allocations[handle].shareable
-
     def export_file(self, handle: int) -> int:
-        return os.dup(self._allocations[handle].file)
+        allocation = self._allocations[handle]
+        if not allocation.shareable:
+            raise PartyFailedError("it was made for no other process")
+        return os.dup(allocation.file)
 
     def import_file(self, descriptor: int) -> int:
         if self.refused:

@@ -35,7 +35,7 @@ from megatron_patches.refit.vllm import all_or_none
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.relaying import Relays
-from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
+from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerLayout, WorkerSession
 
 HEADS, NOPE, VALUE, RANK = 3, 4, 5, 6
 WEIGHT = "kv_b_proj.weight"
@@ -185,7 +185,7 @@ class Worker:
         self.session = WorkerSession(
             cast(Any, self.party),
             ServingModel(self.model, config, CPU),
-            Layout(Manifest(0, "here", storages, ()), (), layers, serving, relays),
+            WorkerLayout(Manifest(0, "here", storages, ()), (), layers, serving, relays),
             version=0,
             may_go_on=not in_place,
             timeout_s=30.0,

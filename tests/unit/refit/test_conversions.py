@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
-from megatron_patches.refit.conversion import CONVERT, Rule, Step
+from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.dtypes import holds
 from megatron_patches.refit.errors import DigestError, ProofError, TransferError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
@@ -30,8 +30,8 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 Load = Callable[[Tensors, Weights], None]
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-WIDEN = Step(CONVERT, "float32")
-NARROW = Step(CONVERT, "bfloat16")
+WIDEN = ElementOp(CONVERT, "float32")
+NARROW = ElementOp(CONVERT, "bfloat16")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,11 @@ def test_a_loader_that_reads_back_is_one_rule() -> None:
         "float32",
     )
     assert storage.rule is not None
-    assert storage.rule.steps == (WIDEN, Step("exp.default", "float32"), Step("neg.default", "float32"))
+    assert storage.rule.steps == (
+        WIDEN,
+        ElementOp("exp.default", "float32"),
+        ElementOp("neg.default", "float32"),
+    )
     assert str(storage.rule) == "to float32, exp, neg"
     assert placement.box == Box("A_log", (2,), (7,))
 
@@ -167,9 +171,9 @@ def test_the_type_decides_how_elements_arrive() -> None:
 
 def test_an_operation_that_does_not_exist_or_gives_another_type_is_refused() -> None:
     with pytest.raises(TransferError, match=r"no operation frobnicate\.default"):
-        replay([Step("frobnicate.default", "float32")], torch.ones(2))
+        replay([ElementOp("frobnicate.default", "float32")], torch.ones(2))
     with pytest.raises(TransferError, match=r"exp\.default gave torch\.bfloat16; it was recorded to give float32"):
-        replay([Step("exp.default", "float32")], torch.ones(2, dtype=torch.bfloat16))
+        replay([ElementOp("exp.default", "float32")], torch.ones(2, dtype=torch.bfloat16))
 
 
 SMALL = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"]
@@ -213,7 +217,14 @@ WHOLE = Box("w", (0,), (6,))
 
 
 def test_the_proof_lists_what_is_converted() -> None:
-    rule = Rule("p", (WIDEN, Step("exp.default", "float32"), Step("add.Tensor", "float32", (1,), (("alpha", 2.0),))))
+    rule = Rule(
+        "p",
+        (
+            WIDEN,
+            ElementOp("exp.default", "float32"),
+            ElementOp("add.Tensor", "float32", (1,), (("alpha", 2.0),)),
+        ),
+    )
     source = manifest_of(0, (storage("w", "bfloat16", 6), WHOLE))
     wanted = [manifest_of(rank, (storage("p@bfloat16", "bfloat16", 6, rule), WHOLE)) for rank in range(2)]
     verdict = proved([source], wanted, "bfloat16")
@@ -230,7 +241,9 @@ def test_the_proof_lists_what_is_converted() -> None:
 def test_all_parties_must_know_the_rule() -> None:
     source = manifest_of(0, (storage("w", "bfloat16", 6), WHOLE))
     wanted = manifest_of(0, (storage("p", "bfloat16", 6, Rule("q", (WIDEN,))), WHOLE))
-    other = manifest_of(0, (storage("p", "bfloat16", 6, Rule("q", (WIDEN, Step("neg.default", "float32")))), WHOLE))
+    other = manifest_of(
+        0, (storage("p", "bfloat16", 6, Rule("q", (WIDEN, ElementOp("neg.default", "float32")))), WHOLE)
+    )
     spec = TensorSpec("w", (6,), "bfloat16")
     plan = make_plan([spec], [source], [wanted])
     assert plan.digest != make_plan([spec], [source], [other]).digest
@@ -246,12 +259,14 @@ def test_all_parties_must_know_the_rule() -> None:
     [
         ("float32", (NARROW,), "bfloat16"),
         ("float32", (NARROW, WIDEN), "bfloat16"),
-        ("bfloat16", (Step(CONVERT, "float16"),), "float16"),
+        ("bfloat16", (ElementOp(CONVERT, "float16"),), "float16"),
         ("bfloat16", (WIDEN, NARROW), None),
-        ("bfloat16", (WIDEN, Step("exp.default", "float32"), NARROW), None),
+        ("bfloat16", (WIDEN, ElementOp("exp.default", "float32"), NARROW), None),
     ],
 )
-def test_what_loses_value_is_refused_unless_allowed(dtype: str, steps: tuple[Step, ...], lost_in: str | None) -> None:
+def test_what_loses_value_is_refused_unless_allowed(
+    dtype: str, steps: tuple[ElementOp, ...], lost_in: str | None
+) -> None:
     source = manifest_of(0, (storage("w", dtype, 6), WHOLE))
     wanted = manifest_of(3, (storage("gate", dtype, 6, Rule("bias", steps)), WHOLE))
     if lost_in is not None:
@@ -351,7 +366,7 @@ def test_a_flipped_bit_is_caught_before_anything_is_converted() -> None:
 def test_weights_that_one_side_alone_quantizes_are_no_conversion(sent: str, kept: str, allow_narrowing: bool) -> None:
     """Not even where the type of the other side holds all numbers of the one: they lack their scales."""
     source = manifest_of(0, (storage("w", sent, 6), WHOLE))
-    rule = Rule("p", (Step(CONVERT, kept),))
+    rule = Rule("p", (ElementOp(CONVERT, kept),))
     wanted = manifest_of(0, (storage("p@", sent, 6, rule), WHOLE))
     with pytest.raises(
         ProofError, match=f"^w is {sent} in the trainer, and destination rank 0 makes {kept} of it for p;"

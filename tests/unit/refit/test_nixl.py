@@ -16,7 +16,7 @@ from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.nixl import NixlTransport
-from megatron_patches.refit.transports.nixl_agent import NixlAgent, Region, region_of
+from megatron_patches.refit.transports.nixl_agent import MemoryRange, NixlAgent, range_of
 from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 from tests.unit.refit.link_ends import SLOT, Ends
 from tests.unit.refit.test_parties import coverable, memory, values
@@ -33,9 +33,9 @@ def test_versions_arrive_and_nothing_polls_meanwhile(seed: int, monkeypatch: pyt
     """Some storages NIXL refuses; some move from version to version, and the places that they leave are used again."""
     case = coverable(seed)
     plan = make_plan(*case.sides)
-    register, refused = NixlAgent.register, set[Region]()
+    register, refused = NixlAgent.register, set[MemoryRange]()
 
-    def choosy(agent: NixlAgent, region: Region) -> None:
+    def choosy(agent: NixlAgent, region: MemoryRange) -> None:
         if region in refused:
             raise PartyFailedError("refused")
         register(agent, region)
@@ -43,9 +43,7 @@ def test_versions_arrive_and_nothing_polls_meanwhile(seed: int, monkeypatch: pyt
     monkeypatch.setattr(NixlAgent, "register", choosy)
     held = [memory(manifest, values(case, 1)) for manifest in case.sources]
     arenas = [np.zeros(4 * sum(bits.size for bits in part.values()) + 4, dtype=np.uint32) for part in held]
-    refused.update(
-        region_of(bits) for part in held for index, bits in enumerate(part.values()) if index % 3 == seed % 4
-    )
+    refused.update(range_of(bits) for part in held for index, bits in enumerate(part.values()) if index % 3 == seed % 4)
 
     def settled(rank: int, version: int) -> dict[str, Bits]:
         """The first version lies as it was made; of every later one, what was not refused lies elsewhere, or before."""
@@ -54,7 +52,7 @@ def test_versions_arrive_and_nothing_polls_meanwhile(seed: int, monkeypatch: pyt
         for name, first in held[rank].items():
             elsewhere = arenas[rank][start : start + first.size]
             start += first.size
-            found[name] = first if region_of(first) in refused or version in (1, 4) else elsewhere
+            found[name] = first if range_of(first) in refused or version in (1, 4) else elsewhere
             found[name][...] = now[name]
         return found
 
@@ -84,10 +82,10 @@ class Registrar:
     """What storages need of an agent."""
 
     def __init__(self) -> None:
-        self.registered: list[Region] = []
-        self.refused: set[Region] = set()
+        self.registered: list[MemoryRange] = []
+        self.refused: set[MemoryRange] = set()
 
-    def register(self, region: Region) -> None:
+    def register(self, region: MemoryRange) -> None:
         if region in self.refused:
             raise PartyFailedError("refused")
         assert all(
@@ -96,7 +94,7 @@ class Registrar:
         )
         self.registered.append(region)
 
-    def forget(self, region: Region) -> None:
+    def forget(self, region: MemoryRange) -> None:
         self.registered.remove(region)
 
 
@@ -115,9 +113,9 @@ def test_storages_that_overlap_are_registered_once(storages: Storages) -> None:
     whole = np.zeros(40, dtype=np.uint16)
     held: dict[str, Bits] = {"a": whole[:10], "b": whole[5:20], "c": whole[20:30], "d": whole[22:24], "none": whole[:0]}
     assert storages.registered.hide(held) == {"none"}
-    start = region_of(whole).address
+    start = range_of(whole).address
     # The third only touches the second, and may be another allocation.
-    assert storages.registrar.registered == [Region(start, 40), Region(start + 40, 20)]
+    assert storages.registrar.registered == [MemoryRange(start, 40), MemoryRange(start + 40, 20)]
     found = storages.registered.locate(held)
     assert found == {"a": start, "b": start + 10, "c": start + 40, "d": start + 44}
 
@@ -131,14 +129,14 @@ def test_registrations_last_until_storages_move(storages: Storages) -> None:
     assert storages.registrar.registered == before
     assert storages.registered.generation == 0
     found = storages.registered.locate({"a": whole[:10], "b": whole[15:25]})
-    assert found["b"] == region_of(whole).address + 30
-    assert storages.registrar.registered == [before[0], region_of(whole[15:25])]
+    assert found["b"] == range_of(whole).address + 30
+    assert storages.registrar.registered == [before[0], range_of(whole[15:25])]
     assert storages.registered.generation == 1
 
 
 def test_memory_that_can_no_longer_be_registered_is_named(storages: Storages) -> None:
     first, second = np.zeros(8, dtype=np.uint16), np.zeros(8, dtype=np.uint16)
-    storages.registrar.refused = {region_of(second)}
+    storages.registrar.refused = {range_of(second)}
     assert storages.registered.hide({"a": first, "b": second}) == {"b"}
     assert set(storages.registered.locate({"a": first, "b": second})) == {"a"}
     with pytest.raises(PartyFailedError, match=r"a \(and 0 more\) has moved into memory that NIXL cannot register"):
@@ -147,7 +145,7 @@ def test_memory_that_can_no_longer_be_registered_is_named(storages: Storages) ->
 
 def test_a_storage_in_pieces_is_refused() -> None:
     with pytest.raises(PartyFailedError, match="not contiguous"):
-        region_of(np.zeros((4, 4), dtype=np.uint16)[:, :2])
+        range_of(np.zeros((4, 4), dtype=np.uint16)[:, :2])
 
 
 @needs_nixl
@@ -157,7 +155,7 @@ def test_what_cannot_be_registered_says_how_to_go_on() -> None:
     with pytest.raises(
         PartyFailedError, match=r"cannot register 64 bytes of DRAM \(RuntimeError: no memory\).*ulimit -l"
     ):
-        agent.register(Region(4096, 64))
+        agent.register(MemoryRange(4096, 64))
     agent.close()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_patches.refit.conversion import CONVERT, Rule, Step
+from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.messages import Held
@@ -16,7 +16,7 @@ from tests.unit.refit.test_parties import coverable, scene
 
 def rounding(manifest: Manifest) -> Manifest:
     """The same, where the engine keeps all in bfloat16."""
-    steps = (Step(CONVERT, "bfloat16"),)
+    steps = (ElementOp(CONVERT, "bfloat16"),)
     storages = tuple(replace(item, rule=Rule(f"{item.name} kept", steps)) for item in manifest.storages)
     return replace(manifest, storages=storages)
 

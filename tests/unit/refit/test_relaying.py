@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_patches.refit.conversion import CONVERT, Rule, Step
+from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.errors import UnsupportedEngineError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.parties.messages import Model
@@ -73,7 +73,7 @@ def test_what_would_be_refused_is_known_beforehand() -> None:
 
 
 def test_a_converted_weight_is_refused() -> None:
-    rule = Rule("A", (Step(CONVERT, "float32"),))
+    rule = Rule("A", (ElementOp(CONVERT, "float32"),))
     with pytest.raises(UnsupportedEngineError, match="it keeps A as float32, computed from the bfloat16"):
         memory(PLAIN, Storage("A@bfloat16", "bfloat16", 3, 3, rule), w=torch.zeros(3, dtype=torch.bfloat16))
 

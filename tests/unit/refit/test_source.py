@@ -21,7 +21,7 @@ from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.llama import LlamaFamily
 from megatron_patches.refit.source.qwen2 import Qwen2Family
 from megatron_patches.refit.source.qwen3 import Qwen3Family
-from megatron_patches.refit.source.shard import ParamShard, Piece, placements
+from megatron_patches.refit.source.shard import ParamShard, RowSpan, placements
 from megatron_patches.refit.source.traits import ModelTraits
 from megatron_patches.refit.transports.safetensors_layout import layout_checkpoint
 
@@ -267,7 +267,7 @@ def test_a_shape_that_the_configuration_does_not_have_is_named() -> None:
     with pytest.raises(UnmappedParameterError, match="gate and up would differ"):
         rules.gated(shard_of("fc1", (7, 12)), "gate", "up")
     with pytest.raises(UnmappedParameterError, match="the configuration and the weight disagree"):
-        list(placements(shard_of("w", (4, 3)), [Piece(2, rules.replicated(shard_of("w", (4, 3)), "w")[0].box)]))
+        list(placements(shard_of("w", (4, 3)), [RowSpan(2, rules.replicated(shard_of("w", (4, 3)), "w")[0].box)]))
 
 
 def test_a_cut_that_the_mapping_does_not_expect_is_named() -> None:

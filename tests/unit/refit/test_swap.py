@@ -136,7 +136,7 @@ def exchange_by_kernel(rank: int, world_size: int) -> int:
     swap = Swap(pairs, room_bytes=ROOM, kernels=True)
     assert swap.copied_bytes == 0
     kinds = [type(step).__name__ for step in swap._steps]
-    assert kinds.count("Exchange") == 1
+    assert kinds.count("MemorySwap") == 1
     assert kinds.count("_Group") >= 2  # those that lie otherwise
     swap.run()
     assert [raw(one) for one, _ in pairs] == new
@@ -149,7 +149,9 @@ def exchange_by_kernel(rank: int, world_size: int) -> int:
     def refused() -> None:
         raise MemoryError("no room for a launch")
 
-    whole = exchange_kernel.Exchange([(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in pairs[:32]], CPU)
+    whole = exchange_kernel.MemorySwap(
+        [(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in pairs[:32]], CPU
+    )
     assert len(whole._launches) == 2
     start, whole._launches[1].start = whole._launches[1].start, refused  # type: ignore[method-assign]
     with pytest.raises(MemoryError):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_patches.refit.conversion import CONVERT, Rule, Step
+from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.errors import LostWeightsError, PartyFailedError, RefitError, TransferError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.parties.messages import State, StateLog
@@ -25,7 +25,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from megatron_patches.refit.vllm import all_or_none, worker_session
 from megatron_patches.refit.vllm.refit_call import RefitCall
-from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
+from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerLayout, WorkerSession
 
 LOG = StateLog("a trainer", logging.DEBUG)
 
@@ -179,7 +179,7 @@ def session(
 ) -> WorkerSession:
     serving = ServingModel(nn.Linear(1, 1), cast(Any, None), torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
-    layout = Layout(
+    layout = WorkerLayout(
         Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place), cast(Any, Relays(party))
     )
     return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0, log=LOG)
@@ -292,7 +292,7 @@ def test_weights_are_put_together_while_they_arrive() -> None:
 def test_weights_that_are_converted_are_put_together_when_all_have_come() -> None:
     party = Party()
     party.may_receive.clear()
-    under_test = session(party, aside=True, rule=Rule("weight", (Step(CONVERT, "float32"),)))
+    under_test = session(party, aside=True, rule=Rule("weight", (ElementOp(CONVERT, "float32"),)))
     under_test.receive(7, 3, True)
     assert party.started.wait(10.0)
     time.sleep(0.05)

@@ -13,7 +13,7 @@ from tests.support.imports import ROOT
 
 PROGRAM = """
 import os, sys, time
-from megatron_patches.refit.failing import fail
+from megatron_patches.refit.command import fail
 
 rank = int(os.environ["RANK"])
 time.sleep(0 if rank else 2)  # long after the other has failed
