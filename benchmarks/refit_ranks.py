@@ -7,7 +7,7 @@ import math
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -295,6 +295,13 @@ class Bench:
     def _push(self, party: SourceParty | DestinationParty, assembly: Assembly, version: int, found: Outcome) -> None:
         staged: dict[str, torch.Tensor] = {}
         settled = 0.0
+
+        def allocate() -> Memory:
+            staged.update(self._storages(torch.empty))
+            return as_memory(staged)
+
+        if isinstance(party, DestinationParty):
+            self._storages()  # clears what is allocated next, so that no earlier version there can pass for this one
         with self._all_at_once() as taken:
             if isinstance(party, SourceParty) and self.source is not None:
                 started = time.perf_counter()
@@ -303,17 +310,18 @@ class Bench:
                 quantizing = self.source if isinstance(self.source, Fp8BlockSource) else None
                 party.push(version, self.source.look_up, writing=quantizing)
             elif isinstance(party, DestinationParty):
-                staged = self._storages()
-                party.receive(version, assembly.next_step, version > 1, lambda: as_memory(staged))
+                party.receive(version, assembly.next_step, version > 1, allocate)
             self._finish()
         with self._all_at_once() as committing:
             for key, tensor in staged.items():
                 self.weights[key].copy_(tensor)
             self._finish()
-        parts = {"move": party.seconds["move"], "verify": party.seconds.get("verify", 0.0)}
-        slowest = self._gather(parts)[self.sources :]
-        for part in parts:
-            found.seconds.setdefault(part, []).append(max(item[part] for item in slowest))
+        every = self._gather(dict(party.seconds))
+        for part, ranks in (
+            ("look_up", every[: self.sources]),
+            *((part, every[self.sources :]) for part in ("allocate", "move", "verify")),
+        ):
+            found.seconds.setdefault(part, []).append(max(one[part] for one in ranks))
         found.seconds.setdefault("settle", []).append(max(self._gather(settled)))
         found.seconds.setdefault("push", []).append(taken[0])
         for part in ("commit", "pause"):
@@ -372,11 +380,12 @@ class Bench:
         dist.all_gather_object(found, value, group=self._talk)
         return found
 
-    def _storages(self) -> dict[str, torch.Tensor]:
+    def _storages(self, make: Callable[..., torch.Tensor] = torch.zeros) -> dict[str, torch.Tensor]:
+        """Memory for the rank's storages."""
         found = {}
         for storage in self.manifest.storages:
             width = getattr(torch, storage.dtype).itemsize
-            found[storage.name] = torch.zeros(storage.numel, dtype=_INTEGERS[width], device=self.device)
+            found[storage.name] = make(storage.numel, dtype=_INTEGERS[width], device=self.device)
         return found
 
     def _boxes(self, memory: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

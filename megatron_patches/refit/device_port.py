@@ -26,6 +26,7 @@ from megatron_patches.refit.staging import Room, StagingPool
 
 _MASK = (1 << 64) - 1
 _VECTOR_BYTES = 16  # what the kernel reads at a time if everything is aligned to it
+_FIRST = -1  # priority of a stream whose kernels get the multiprocessors that become free
 
 
 @dataclass
@@ -58,6 +59,7 @@ class DevicePort:
         where: owner of the storages, for messages, such as "source rank 3".
         pool: pool of the buffer for payloads on the host; None if there are none.
         beside: a port of the same device whose work and this one's are done in the order in which they are given.
+        urgent: whether a GPU does its work before other work that is ready.
 
     Raises:
         TransferError: if the storages are on several devices, or Triton is missing.
@@ -69,6 +71,8 @@ class DevicePort:
         where: str,
         pool: StagingPool | None = None,
         beside: DevicePort | None = None,
+        *,
+        urgent: bool = False,
     ) -> None:
         if importlib.util.find_spec("triton") is None:
             raise TransferError(f"the storages on {where} are packed by a Triton kernel: pip install triton")
@@ -84,7 +88,8 @@ class DevicePort:
         self._bounce = self.room(pool)
         self._compiled: WeakKeyDictionary[Batch, _Compiled] = WeakKeyDictionary()
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device) if beside is None else beside._stream
+            priority = _FIRST if urgent else 0
+            self._stream = torch.cuda.Stream(self._device, priority) if beside is None else beside._stream
         self._origin = torch.empty(_VECTOR_BYTES, dtype=torch.uint8, device=self._device)
         self.renew(memory)
 

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def open_port(memory: Memory, where: str, pool: StagingPool | None = None) -> Port:
+def open_port(memory: Memory, where: str, pool: StagingPool | None = None, *, urgent: bool = False) -> Port:
     """The port for storages that are all in host memory, or all on one GPU.
 
     Args:
         memory: the storages, by name.
         where: owner of the storages, for messages.
         pool: pool of the buffer through which a device moves payloads on the host.
+        urgent: whether a GPU does its work before other work that is ready.
 
     Raises:
         TransferError: if the storages are of several kinds.
@@ -30,4 +31,4 @@ def open_port(memory: Memory, where: str, pool: StagingPool | None = None) -> Po
         return HostPort(memory, where)  # which names those that are not on the host
     from megatron_patches.refit.device_port import DevicePort
 
-    return DevicePort(cast("dict[str, torch.Tensor]", memory), where, pool)
+    return DevicePort(cast("dict[str, torch.Tensor]", memory), where, pool, urgent=urgent)

@@ -82,8 +82,8 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
     patience = Patience(end.timeout_s, at_work, check)
     while packed or waves or digesting or packing:
         progress = False
-        # Always digest one wave ahead of the one that is being sent.
-        while waves and len(digesting) <= len(waves[0]):
+        # Digest ahead of what is being sent. One wave at a time, because the first load waits while others are begun.
+        if waves and len(digesting) <= len(waves[0]):
             digesting.extend(sender.digest(waves.popleft(), version))
         free = end.free_slot(packed, check)
         if free is not None:

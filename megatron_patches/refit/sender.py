@@ -34,6 +34,7 @@ class Sender:
         memory: its storages, by the names of its manifest.
         terms: the agreed terms, by link; None for one packet per link.
         pool: staging memory of the party, which a GPU needs.
+        urgent: whether a GPU packs and digests before other work that is ready, such as quantizing what is sent later.
 
     Attributes:
         loads: loads by destination. Sources start with different destinations, so that none is the first of all.
@@ -49,9 +50,11 @@ class Sender:
         memory: Memory,
         terms: Mapping[Link, Terms] | None = None,
         pool: StagingPool | None = None,
+        *,
+        urgent: bool = False,
     ) -> None:
         self._plan, self._rank, self._pool = plan, rank, pool
-        self._port = open_port(memory, f"source rank {rank}", pool)
+        self._port = open_port(memory, f"source rank {rank}", pool, urgent=urgent)
         self._base: BaseCopy | None = None  # of the version under way
         self._kept: BaseCopy | None = None  # the same, or that of an earlier version: ports cache what they compute
         shapes = {spec.name: spec.shape for spec in plan.tensors}

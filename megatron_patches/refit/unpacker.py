@@ -194,11 +194,12 @@ class Unpacker:
                 f"destination rank {self._manifest.rank} never got {self._expected[missing[0]].items[0].box}, which "
                 f"source rank {source} sends in packet {number}, of version {self._version}"
             )
-        found = np.array(self._open.digest(self._wanted).result(), dtype=np.uint64)
-        sent = np.zeros_like(found)
+        digesting = self._open.digest(self._wanted)  # on a GPU, while the host adds up what was sent
+        sent = np.zeros(len(self._wanted.pieces), dtype=np.uint64)
         for key, digests in self._arrived.items():
             homes = self._homes[key]
             np.add.at(sent, homes.placements, np.array(digests, dtype=np.uint64)[homes.boxes])  # wraps
+        found = np.array(digesting.result(), dtype=np.uint64)
         for home in np.flatnonzero(found != sent):
             self._refuse(int(home), int(found[home]), int(sent[home]))
         self.verified = found

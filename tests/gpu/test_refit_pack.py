@@ -35,7 +35,7 @@ from tests.unit.refit.test_device_delta import (
     refuse_damage,
     refuse_damaged_packet,
 )
-from tests.unit.refit.test_device_kernels import compare
+from tests.unit.refit.test_device_kernels import compare, compare_digests_of_bytes
 from tests.unit.refit.test_fp8_block import WEIGHT, held_by, run, uneven
 from tests.unit.refit.test_packets import changed_bits, dense_plan, random_bits
 
@@ -82,6 +82,10 @@ def test_large_boxes(seed: int, aligned: bool) -> None:
         outside = fresh[name].cpu()
         piece.view.tensor(outside).fill_(5)
         assert bool((outside == 5).all())
+
+
+def test_digests_of_bytes() -> None:
+    compare_digests_of_bytes("cuda")
 
 
 @pytest.mark.parametrize("on_host", [False, True])

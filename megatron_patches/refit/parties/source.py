@@ -112,7 +112,9 @@ class SourceParty(Party[SendingEnd]):
     def _ready(self, memory: Memory, writing: Writing | None) -> Sender:
         """The sender that packs this rank's boxes. It lasts as long as the links, whose terms it follows."""
         if self._sender is None:
-            self._sender = Sender(self.plan, self._assembly.party, memory, self._terms, self.staging)
+            self._sender = Sender(
+                self.plan, self._assembly.party, memory, self._terms, self.staging, urgent=writing is not None
+            )
         self._sender.renew(memory, writing)
         return self._sender
 

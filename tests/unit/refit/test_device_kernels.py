@@ -87,9 +87,26 @@ def compare(rng: np.random.Generator, most: int, device: str) -> None:
     port.close()
 
 
+def compare_digests_of_bytes(device: str) -> None:
+    """Of boxes of more tiles than one in each direction, also at the limit of what sums of digits can hold."""
+    for fill in (None, 0xFF, 0):
+        pieces, held = [], {}
+        for number, (rows, columns) in enumerate([(300, 1040), (129, 2048), (1, 5000), (400, 16), (37, 1)]):
+            size = rows * columns
+            name, bits = f"s{number}", np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+            held[name] = bits if fill is None else np.full(size, fill, dtype=np.uint8)
+            box = Box("w", (7, 100), (7 + rows, 100 + columns))
+            pieces.append(Piece(View(name, 0, box.shape, (columns, 1)), DTYPES[1], box, (1 << 20, 1 << 20)))
+        batch = Batch(tuple(pieces))
+        near = {name: torch.from_numpy(bits.view(np.int8)).to(device) for name, bits in held.items()}
+        found = DevicePort(near, "the device").digest(batch).result()
+        assert found == HostPort(held, "the host").digest(batch).result()
+
+
 def body(rank: int, world_size: int, most: int, count: int) -> int:
     """Under the interpreter, which is chosen when the kernel's module is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
+    compare_digests_of_bytes("cpu")
     for seed in range(count):
         compare(np.random.default_rng(seed), most, "cpu")
     return count
