@@ -123,11 +123,15 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is."""
+    """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is.
+
+    ``end`` is an event after the latest copy of the own chunk. Who waited for an earlier one has enqueued that.
+    """
 
     published: _Published
     from_peers: Copies
     own: Copies
+    end: Any
 
 
 @dataclass(slots=True)
@@ -350,10 +354,9 @@ class CopyEngineTransport(Transport):
         self._local_begin.wait(local)
         self._driver.copy(copies.from_peers, calling.cuda_stream)
         self._driver.copy(copies.own, local.cuda_stream)
-        end = Event()
-        end.record(local)
-        self._gathered, self._local_end = True, end
-        return InFlight(end)
+        copies.end.record(local)
+        self._gathered, self._local_end = True, copies.end
+        return InFlight(copies.end)
 
     def stage(self, outputs: Stack) -> Stack:
         """See :class:`etp.collectives.base.Transport` and [Note: staged shards]. Not inside a capture."""
@@ -397,7 +400,7 @@ class CopyEngineTransport(Transport):
             return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk)
 
         from_peers = [copy for peer in self._peers for copy in copies(peer)]
-        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)))
+        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), Event())
 
     # Reducing ------------------------------------------------------------------------------------------------
 
