@@ -90,10 +90,10 @@ class Selection:
                 add(*arguments, **options)
             return ()  # no launches that would be repeated without asking
 
-        def selected_copy(driver: Any, copies: Any, stream: int) -> None:
+        def selected_copy(driver: Any, copies: Any, stream: int, origin: int = 0) -> None:
             part = "send" if self._reducing else "own" if stream == self._local else None
             if part not in self.left_out:
-                copy(driver, copies, stream)
+                copy(driver, copies, stream, origin)
 
         changes: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [
             (transport, "all_gather", gather, all_gather),

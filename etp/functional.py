@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.shard import Shard
+from etp.shard import Shard, needs_grad
 
 
 def _require_group(weights: Sequence[Any]) -> None:
@@ -69,7 +69,7 @@ def _accumulates(ctx: Any) -> bool:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [
-                weight.requires_grad and node is not None and torch._C._will_engine_execute_node(node)
+                needs_grad(weight) and node is not None and torch._C._will_engine_execute_node(node)
                 for weight, node in zip(ctx.weights, nodes, strict=True)
             ]
     except RuntimeError as error:

@@ -162,7 +162,8 @@ class Gathers:
         if budget == 0:
             return
         in_flight, number, epoch = 0, self._passes.number, self._weights.epoch
-        needed_earlier, stamp = {in_use}, self._weights.stamp
+        needed_earlier: set[Slot | None] = {in_use}
+        stamp = self._weights.stamp
         cache = self._modes.now.cache
         # The next visits, nearest first, in this pass and the next one.
         readings = timeline.upcoming(self._lookahead)
@@ -186,7 +187,7 @@ class Gathers:
                     self._issue(reading, slot, route)
             if group.pending:
                 in_flight += group.nbytes
-            needed_earlier.add(group.slot)
+            needed_earlier.add(group._slot)
 
     def _knows_next(self, timeline: Timeline[Reading]) -> bool:
         """Whether gathers may be started for the next pass.

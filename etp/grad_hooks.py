@@ -33,7 +33,7 @@ from etp.errors import EtpStateError
 from etp.grads import Destinations, PendingReduction
 from etp.group import WeightGroup
 from etp.mode import Modes
-from etp.shard import Shard
+from etp.shard import Shard, needs_grad
 
 Chosen = tuple[bool, ...] | None
 """Which of a group's shards ``backward(inputs=...)`` names; None if it names all that are trained."""
@@ -169,7 +169,8 @@ class GradHooks:
             chosen: None if these are all that are trained.
             run_hooks: False if another pass has begun since the reduction was started.
         """
-        into.publish()
+        if into.fresh:
+            into.publish()
         for shard in trained:
             if hasattr(shard, "grad_added_to_main_grad"):
                 shard.grad_added_to_main_grad = True
@@ -251,9 +252,12 @@ def returned_by_autograd(shard: Shard) -> bool | None:
     """
     # Through __torch_function__, these reads would cost more than the reduction.
     with torch._C.DisableTorchFunctionSubclass():
-        if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
+        if not needs_grad(shard) or getattr(shard, "main_grad", None) is not None:
             return None
-        node = torch.autograd.graph.get_gradient_edge(shard).node
+        # As torch.autograd.graph.get_gradient_edge, which would ask the shard twice whether it is trained.
+        with torch.enable_grad():
+            view: Any = shard.view_as(shard)
+    node = view.grad_fn.next_functions[0][0]
     try:
         return False if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:

@@ -195,7 +195,7 @@ def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: Wgr
     padded = pool.leased(wgrads, layout.padded_shape)
     if padded is None:
         if layout.pad_rows == 0 and all(map(_IS_CONTIGUOUS, wgrads)):
-            return Stack.of(wgrads)
+            return Stack(wgrads)
         padded = pool.lease(len(wgrads), layout.padded_shape, wgrads[0].dtype, wgrads[0].device, stream)
         torch._foreach_copy_([whole[: layout.rows] for whole in padded], list(wgrads))
     if layout.pad_rows:
@@ -266,8 +266,6 @@ class Destinations:
 
     def publish(self) -> None:
         """Make the gradients in new tensors visible on their shards, once the reduction is done."""
-        if not self.fresh:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             for shard, made in self.fresh:
                 # Autograd may have set a gradient meanwhile, for example that of a penalty on the shard itself.

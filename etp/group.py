@@ -21,7 +21,7 @@ from etp.cache import BufferCache, BufferSpec, Slot
 from etp.collectives.base import Route
 from etp.errors import EtpStateError
 from etp.formats.base import Quantization, WeightFormat
-from etp.shard import Shard
+from etp.shard import Shard, needs_grad
 from etp.stack import Stack
 from etp.streams import InFlight, Lane, Ready
 
@@ -30,7 +30,6 @@ _VERSION = attrgetter("_version")
 _FORMER_VERSIONS = attrgetter("_former_versions")
 _DATA = attrgetter("_data")
 _ADDRESS = methodcaller("data_ptr")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _HAS_REDUCE_HOOKS = attrgetter("has_reduce_hooks")
 
 
@@ -235,12 +234,12 @@ class WeightGroup:
                 if shard._data is not None:
                     counted += shard._data._version
                 addresses: tuple[int, ...] = (shard.data_ptr(),)
-                self._trained = (shard.requires_grad,)
+                self._trained = (needs_grad(shard),)
             else:
                 aliases = [data for data in map(_DATA, shards) if data is not None]
                 counted = sum(map(_VERSION, shards)) + sum(map(_FORMER_VERSIONS, shards)) + sum(map(_VERSION, aliases))
                 addresses = tuple(map(_ADDRESS, shards))
-                self._trained = tuple(map(_REQUIRES_GRAD, shards))
+                self._trained = tuple(map(needs_grad, shards))
         self.version, self.read_in_pass = (counted, addresses), pass_number
         if self._local is not None and self._addresses != addresses:
             self._local = None
@@ -407,9 +406,7 @@ class WeightGroup:
         """For each weight, whether it is trained."""
         # Not through __torch_function__, which would take most of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            if len(self.shards) == 1:
-                return (self.shards[0].requires_grad,)
-            return tuple(map(_REQUIRES_GRAD, self.shards))
+            return tuple(map(needs_grad, self.shards))
 
     def abandon_gather(self) -> None:
         """Wait for a gather that was not handed out, and drop it. Its slot is free afterwards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,29 @@ class _SetLater[T]:
         if obj is None:
             return self
         raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
+
+
+needs_grad: Callable[[torch.Tensor], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+"""``requires_grad`` without a Python call, for the engine: where ``__torch_function__`` is turned off."""
+
+
+def _described(name: str) -> Any:
+    """A property of tensors that is read without ``__torch_function__``, which takes ten times as long.
+
+    Transformer Engine's layers read a few of each weight in every pass.
+    """
+    of_tensor = getattr(torch._C.TensorBase, name)
+    read, write = of_tensor.__get__, of_tensor.__set__
+
+    def get(shard: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return read(shard)
+
+    def assign(shard: torch.Tensor, value: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            write(shard, value)
+
+    return property(get, assign)
 
 
 class Shard(OneOfMany, torch.nn.Parameter):
@@ -104,6 +127,9 @@ class Shard(OneOfMany, torch.nn.Parameter):
 
     weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]
     driver: EtpRuntime = _SetLater["EtpRuntime"]("has no runtime yet")  # type: ignore[assignment]
+
+    dtype, device, shape = _described("dtype"), _described("device"), _described("shape")
+    requires_grad, is_cuda = _described("requires_grad"), _described("is_cuda")
 
     # Assigned in __new__; declared here for readers and type checkers.
     _layout: ShardLayout

@@ -17,6 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+KERNEL_ALIGNMENT = 16
+"""Triton compiles a kernel for addresses that are multiples of this, or for any."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -68,14 +71,8 @@ class Stack(Sequence[torch.Tensor]):
         """The tensors in order; see [Note: runs]."""
         self.notes: WeakKeyDictionary[object, dict[Any, Any]] | None = None
         """See :meth:`notes_of`; None: nothing yet."""
-        self.plans: dict[Any, object] = {}
-        """A transport's plans: for gathers into these tensors, by the ``id`` of the shards; for their reductions, by
-        name and place."""
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Self:
-        """``tensors`` as a stack; the same object if they are one."""
-        return tensors if isinstance(tensors, cls) else cls(tensors)
+        self.plans: dict[int, object] = {}
+        """A transport's plans for gathers into these tensors, by the ``id`` of the shards."""
 
     @classmethod
     def allocate(cls, count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
@@ -97,6 +94,18 @@ class Stack(Sequence[torch.Tensor]):
     def is_one_block(self) -> bool:
         """Whether the tensors follow each other in memory without a gap."""
         return len(self.runs) == 1 and self.runs[0].stride == self.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the first run begins."""
+        return self.runs[0].address
+
+    @property
+    def placement(self) -> tuple[object, ...]:
+        """What addresses relative to :attr:`address` depend on, and its remainder by 16, which kernels are made for."""
+        first = self.runs[0].address
+        relative = tuple([(run.address - first, run.count, run.stride) for run in self.runs])
+        return self.dtype, self.nbytes, first % KERNEL_ALIGNMENT, relative
 
     def block(self) -> torch.Tensor:
         """``[count, *shape]``: the tensors' own memory if they are one run of ascending addresses, else a copy."""

@@ -14,6 +14,7 @@ more slowly than the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,10 +26,10 @@ from etp.collectives.base import Transport
 from etp.collectives.driver import CudaDriver
 from etp.collectives.order import ORDER_LABEL, CollectiveOrder
 from etp.collectives.sibling import sibling_group
-from etp.collectives.sums import accumulate_parts
+from etp.collectives.sums import Launch, accumulate_parts
 from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers
-from etp.stack import Stack
+from etp.stack import KERNEL_ALIGNMENT, Stack
 from etp.streams import InFlight
 
 # How much longer NCCL waits than our watchdog, which names the weight and ends the process at once. If NCCL's watchdog
@@ -72,6 +73,8 @@ class C10dTransport(Transport):
         if self._gpu is not None:
             patience_s = None if timeout_s is None else timeout_s + _NCCL_MARGIN_S
             self._reduce_group = sibling_group(group, patience_s, self._gpu)
+        self._launches: dict[tuple[object, ...], Sequence[Launch]] = {}
+        """How reductions are summed, by what they must have in common."""
         self._order: CollectiveOrder | None = None
         if supervises and device is not None and self._size > 1:
             self._order = CollectiveOrder(self._reduce_group, device, timeout_s)
@@ -136,6 +139,18 @@ class C10dTransport(Transport):
             raise explained(error, label, self._group) from error
         sent = None if on_gpu else work
         return _Reduction(self, sent, label, received, (chunks, wgrads), sinks, divisor, accumulate)
+
+    def add(self, received: torch.Tensor, sinks: Stack, divisor: int, *, accumulate: bool) -> None:
+        """Sum what a reduction has received on a GPU, as earlier ones of the same kind if there were any."""
+        address = received.data_ptr()
+        kind = received.dtype, received.numel(), address % KERNEL_ALIGNMENT, sinks.placement, divisor, accumulate
+        launches = self._launches.get(kind)
+        if not launches:
+            self._launches[kind] = accumulate_parts(received, sinks, divisor, accumulate=accumulate)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(sinks.device.index)
+        for launch in launches:
+            launch(address, address, sinks.address, stream)
 
     def exchange(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
         """See :class:`etp.collectives.base.Transport`."""
@@ -262,7 +277,8 @@ class _Reduction(_Collective):
         received, sent, self._received, self._sent = self._received, self._sent, None, None
         if received is None or sent is None:
             return
-        accumulate_parts(received, self._sinks, self._divisor, accumulate=self._accumulate)
+        add = self._transport.add if received.is_cuda else accumulate_parts
+        add(received, self._sinks, self._divisor, accumulate=self._accumulate)
         free_bytes(received)
         chunks, wgrads = sent
         if chunks.data_ptr() != wgrads.tensors[0].data_ptr():

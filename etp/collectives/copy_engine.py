@@ -8,8 +8,9 @@ keeps them in symmetric memory, no copy is made; the owner must then wait for th
 (:meth:`CopyEngineTransport.finish_reading`) before changing them.
 
 The copies of a gather are planned once for each pair of shards and slot, those of a reduction and the launches of its
-sum once for each gradient's buffer, sink and place in the ring. One copy per peer is enough even for all experts of a
-layer, if these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
+sum once for each group and place in the ring: a gradient may be in new memory each time, and so may its sum. One copy
+per peer is enough even for all experts of a layer, if these lie at a constant distance (see [Note: runs] in
+:mod:`etp.stack`).
 
 [Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it waits for the GEMM's last
 wave, and so does all later work in its stream. A gather therefore copies this rank's own chunk on a separate stream,
@@ -54,7 +55,7 @@ import torch.distributed as dist
 
 from etp.collectives.base import Transport
 from etp.collectives.driver import Copies, CudaDriver
-from etp.collectives.sums import accumulate_parts
+from etp.collectives.sums import Launch, accumulate_parts
 from etp.collectives.symmetric import Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, gather_numbers
@@ -122,20 +123,24 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is."""
+    """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is.
+
+    ``end`` is an event after the latest copy of the own chunk. Who waited for an earlier one has enqueued that.
+    """
 
     published: _Published
     from_peers: Copies
     own: Copies
+    end: Any
 
 
 @dataclass(slots=True)
 class _Sum:
-    """What one gradient's reduction enqueues for its way through one place of the ring.
+    """What the reductions of one label enqueue for their way through one place of the ring, at whatever addresses.
 
     Attributes:
-        conditions: what it is valid for, besides the gradient and the label. It keeps no memory alive.
-        sends: the copies to the peers.
+        conditions: what it is valid for, besides the label. It keeps no memory alive.
+        sends: the copies to the peers, from addresses relative to the gradients'.
         purpose: identifies the reduction to the peers.
         launches: sum it; see :func:`etp.collectives.sums.accumulate_parts`. Empty before the first time.
     """
@@ -143,7 +148,7 @@ class _Sum:
     conditions: tuple[Any, ...]
     sends: Copies
     purpose: int
-    launches: Sequence[Callable[..., None]] = ()
+    launches: Sequence[Launch] = ()
 
 
 class _Channel(IntEnum):
@@ -207,6 +212,8 @@ class CopyEngineTransport(Transport):
         self._capturing = self._captured = False
         self._kept: list[SymmetricBuffer] = []
         self._ring, self._stages = _Ring("gradients on their way"), _Ring("shards on their way")
+        self._sums: dict[tuple[str, int], _Sum] = {}
+        """What reductions enqueue, by label and place of the ring."""
         self._copying: torch.cuda.Stream | None = None
         """Where staged shards are copied from peers; None before the first ones."""
         self._staged: _Staged | None = None
@@ -347,10 +354,9 @@ class CopyEngineTransport(Transport):
         self._local_begin.wait(local)
         self._driver.copy(copies.from_peers, calling.cuda_stream)
         self._driver.copy(copies.own, local.cuda_stream)
-        end = Event()
-        end.record(local)
-        self._gathered, self._local_end = True, end
-        return InFlight(end)
+        copies.end.record(local)
+        self._gathered, self._local_end = True, copies.end
+        return InFlight(copies.end)
 
     def stage(self, outputs: Stack) -> Stack:
         """See :class:`etp.collectives.base.Transport` and [Note: staged shards]. Not inside a capture."""
@@ -394,7 +400,7 @@ class CopyEngineTransport(Transport):
             return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk)
 
         from_peers = [copy for peer in self._peers for copy in copies(peer)]
-        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)))
+        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), Event())
 
     # Reducing ------------------------------------------------------------------------------------------------
 
@@ -402,17 +408,17 @@ class CopyEngineTransport(Transport):
         """See :class:`etp.collectives.base.Transport`. Sums in at least fp32 whatever the gradients' dtype."""
         size = wgrads.nbytes // self._size * len(wgrads.tensors)
         ring, place, number = self._place_for(self._ring, _aligned((self._size - 1) * size))
-        conditions = ring.addresses, place, sinks.runs, sinks.dtype, divisor, accumulate
-        known = wgrads.plans.get((label, number))
-        if not isinstance(known, _Sum) or known.conditions != conditions:
+        conditions = ring.addresses, place, wgrads.placement, sinks.placement, divisor, accumulate
+        known = self._sums.get((label, number))
+        if known is None or known.conditions != conditions:
             sends = [copy for peer in self._peers for copy in self._sends(wgrads, peer, ring.addresses[peer] + place)]
-            known = wgrads.plans[label, number] = _Sum(conditions, Copies(sends), _purpose(label))
+            known = self._sums[label, number] = _Sum(conditions, Copies(sends), _purpose(label))
         stream, signals = self._stream(), self._signals
         signals.receive(_Channel.PLACE_FREE + number, stream)
-        self._driver.copy(known.sends, stream)
+        self._driver.copy(known.sends, stream, wgrads.address)
         signals.exchange(_Channel.ARRIVED + number, stream, known.purpose)
         for launch in known.launches:
-            launch(stream=stream)
+            launch(ring.addresses[self._rank] + place, wgrads.address, sinks.address, stream)
         if not known.launches:
             parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
             known.launches = accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
@@ -420,11 +426,14 @@ class CopyEngineTransport(Transport):
         return _AmongPeers(self, label)
 
     def _sends(self, wgrads: Stack, peer: int, place: int) -> list[PitchedCopy]:
-        """The copies of ``peer``'s chunk of each gradient into this rank's row of the ``place`` in the peer's ring."""
+        """The copies of ``peer``'s chunk of each gradient into this rank's row of the ``place`` in the peer's ring.
+
+        Their sources are relative to ``wgrads.address``.
+        """
         chunk = wgrads.nbytes // self._size
         # The receiver has no row for its own part.
         row = place + (self._rank - (self._rank > peer)) * len(wgrads) * chunk
-        sources = [run.at(peer * chunk) for run in wgrads.runs]
+        sources = [run.at(peer * chunk - wgrads.address) for run in wgrads.runs]
         return pitched_copies([Run(row, len(wgrads), chunk)], sources, chunk)
 
     def exchange(self, numbers: torch.Tensor, label: str) -> torch.Tensor:

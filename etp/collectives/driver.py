@@ -77,28 +77,29 @@ class _PitchedCopy(ctypes.Structure):
 class Copies:
     """Copies between device memories, either of which may be a peer's: made once and enqueued any number of times.
 
-    Each takes one call, whatever its height.
+    Each takes one call, whatever its height. Sources may be relative to an address that is given with each call.
     """
 
     def __init__(self, copies: Sequence[PitchedCopy]) -> None:
         self.flat = [(copy.destination, copy.source, copy.width) for copy in copies if copy.height == 1]
         """Destination, source and bytes of those that are not pitched."""
-        self._pitched = [
-            _PitchedCopy(
-                source_kind=_DEVICE_MEMORY,
-                source_device=copy.source,
-                source_pitch=copy.source_pitch,
-                destination_kind=_DEVICE_MEMORY,
-                destination_device=copy.destination,
-                destination_pitch=copy.destination_pitch,
-                width=copy.width,
-                height=copy.height,
+        self.pitched = [
+            (
+                _PitchedCopy(
+                    source_kind=_DEVICE_MEMORY,
+                    source_pitch=copy.source_pitch,
+                    destination_kind=_DEVICE_MEMORY,
+                    destination_device=copy.destination,
+                    destination_pitch=copy.destination_pitch,
+                    width=copy.width,
+                    height=copy.height,
+                ),
+                copy.source,
             )
             for copy in copies
             if copy.height > 1
         ]
-        self.addresses = [ctypes.addressof(pitched) for pitched in self._pitched]
-        """Of the descriptions of the others."""
+        """The others, each without its source, and the source."""
 
 
 class CudaDriver:
@@ -122,14 +123,15 @@ class CudaDriver:
         self._capture_info = self._library.cuStreamGetCaptureInfo_v2
         self._capture_info.argtypes = (ctypes.c_void_p,) * 6
 
-    def copy(self, copies: Copies, stream: int) -> None:
-        """Enqueue the copies on ``stream``."""
+    def copy(self, copies: Copies, stream: int, origin: int = 0) -> None:
+        """Enqueue the copies on ``stream``; ``origin``: what their sources are relative to."""
         for destination, source, nbytes in copies.flat:
-            status = self._copy(destination, source, nbytes, stream)
+            status = self._copy(destination, origin + source, nbytes, stream)
             if status:
                 self._check("cuMemcpyAsync", status)
-        for address in copies.addresses:
-            status = self._copy_2d(address, stream)
+        for pitched, source in copies.pitched:
+            pitched.source_device = origin + source
+            status = self._copy_2d(ctypes.addressof(pitched), stream)
             if status:
                 self._check("cuMemcpy2DAsync", status)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -62,7 +63,7 @@ def _accumulate_parts(  # type: ignore[no-untyped-def]
 
 def accumulate_parts(
     parts: torch.Tensor, sinks: Stack, divisor: int, own: Stack | None, rank: int, *, accumulate: bool
-) -> list[Callable[..., None]]:
+) -> list[Callable[[int, int, int, int], None]]:
     """:func:`etp.collectives.sums.accumulate_parts` for bf16, fp16 and fp32, on the current stream.
 
     One launch for all gradients whose sinks, and own parts, lie at a constant distance.
@@ -73,7 +74,7 @@ def accumulate_parts(
     world = parts.numel() // row + (own is not None)
     others = parts.view(-1)
     mine = sinks if own is None else own
-    again: list[Callable[..., None]] = []
+    again: list[Callable[[int, int, int, int], None]] = []
     for first, count in sinks.joint_runs(mine):
         grid = (triton.cdiv(numel, _BLOCK), count, 1)
         own_part = mine[first].view(-1)[rank * numel :] if own is not None else parts
@@ -84,10 +85,23 @@ def accumulate_parts(
         compiled = _accumulate_parts[grid](*tensors, *numbers, num_warps=_WARPS)
         # Nothing is compiled under Triton's interpreter.
         if compiled is not None:
-            # What it was compiled for, such as the alignment of addresses, stays true for the same arguments.
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            again.append(partial(compiled[grid], *addresses, *numbers))
+            # What it was compiled for, such as the alignment of addresses, stays true for the same placements.
+            origins = parts.data_ptr(), parts.data_ptr() if own is None else own.address, sinks.address
+            offsets = [tensor.data_ptr() - start for tensor, start in zip(tensors, origins, strict=True)]
+            again.append(partial(_launch, compiled[grid], offsets, numbers))
     return again
+
+
+def _launch(
+    run: Callable[..., None],
+    offsets: Sequence[int],
+    numbers: Sequence[Any],
+    parts: int,
+    own: int,
+    out: int,
+    stream: int,
+) -> None:
+    run(parts + offsets[0], own + offsets[1], out + offsets[2], *numbers, stream=stream)
 
 
 def _stride(stack: Stack, first: int, count: int) -> int:

@@ -14,12 +14,18 @@ import torch
 
 from etp.stack import Stack
 
+Launch = Callable[[int, int, int, int], None]
+"""Sums once more: ``launch(parts, own, sinks, stream)``, three addresses and a CUDA stream's handle.
+
+Without ``own``, its address is that of ``parts``.
+"""
+
 _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def accumulate_parts(
     parts: torch.Tensor, sinks: Stack, divisor: int, *, accumulate: bool, own: Stack | None = None, rank: int = 0
-) -> Sequence[Callable[..., None]]:
+) -> Sequence[Launch]:
     """Sum the ranks' parts of each gradient in rank order, divide, and store or add to its sink.
 
     Args:
@@ -32,8 +38,9 @@ def accumulate_parts(
         rank: this rank's place in the sum.
 
     Returns:
-        launches that do the same again, at the same addresses and without looking at the tensors; their argument
-        ``stream`` is a CUDA stream's handle. Empty without the kernel.
+        launches that do the same again without looking at the tensors, at any addresses with the same
+        :attr:`etp.stack.Stack.placement`, and the same remainder by :data:`etp.stack.KERNEL_ALIGNMENT` for ``parts``.
+        Empty without the kernel.
     """
     if _kernel_applies(parts, sinks):
         from etp.collectives import kernels

@@ -23,25 +23,34 @@ def test_sums_equal_those_of_the_cpu(dtype: torch.dtype, sink_dtype: torch.dtype
     parts = torch.randn(ranks, gradients, numel, device="cuda").to(dtype)
     start = torch.randn(gradients, numel, device="cuda").to(sink_dtype)
     for divisor, accumulate in itertools.product((1, 3), (False, True)):
-        # Two runs: three that end behind one another, and two from the last to the first.
-        memory = start.clone()
-        sinks = Stack([*memory[:3], memory[4], memory[3]])
+        memory, moved = start.clone(), start.clone()
+        sinks, moved_sinks = _in_two_runs(memory), _in_two_runs(moved)
         if with_own and ranks > 1:
-            others = torch.cat([parts[:rank], parts[rank + 1 :]])
-            whole = Stack([parts[:, gradient].contiguous() for gradient in range(gradients)])
-            again = accumulate_parts(others, sinks, divisor, accumulate=accumulate, own=whole, rank=rank)
+            received = torch.cat([parts[:rank], parts[rank + 1 :]])
+            own, moved_own = (Stack(parts.transpose(0, 1).contiguous().unbind(0)) for _ in range(2))
+            again = accumulate_parts(received, sinks, divisor, accumulate=accumulate, own=own, rank=rank)
+            moved_received = received.clone()
+            addresses = moved_received.data_ptr(), moved_own.address, moved_sinks.address
         else:
-            again = accumulate_parts(parts, sinks, divisor, accumulate=accumulate)
+            received = parts.clone()
+            again = accumulate_parts(received, sinks, divisor, accumulate=accumulate)
+            moved_received = received.clone()
+            addresses = moved_received.data_ptr(), moved_received.data_ptr(), moved_sinks.address
         expected = start.cpu()
-        on_cpu = Stack([*expected[:3], expected[4], expected[3]])
-        accumulate_parts(parts.cpu(), on_cpu, divisor, accumulate=accumulate)
+        accumulate_parts(parts.cpu(), _in_two_runs(expected), divisor, accumulate=accumulate)
         assert torch.equal(memory.cpu(), expected)
-        # The same again, without looking at the tensors, on a stream that is not the current one.
+        # The same again, without looking at the tensors, in other memory, on a stream that is not the current one.
         assert bool(again) != (torch.float64 in (dtype, sink_dtype))
-        memory.copy_(start)
+        received.fill_(torch.nan)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         for launch in again:
-            launch(stream=side.cuda_stream)
+            launch(*addresses, side.cuda_stream)
         torch.cuda.current_stream().wait_stream(side)
-        assert torch.equal(memory.cpu(), expected if again else start.cpu())
+        assert torch.equal(moved.cpu(), expected if again else start.cpu())
+        assert torch.equal(memory.cpu(), expected)
+
+
+def _in_two_runs(memory: torch.Tensor) -> Stack:
+    """Five tensors: three that end behind one another, and two from the last to the first."""
+    return Stack([*memory[:3], memory[4], memory[3]])

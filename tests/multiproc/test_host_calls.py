@@ -20,22 +20,22 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("it counts the calls o
 LIMITS = {
     "3 linears, ETP": {
         "forward": Calls(168, 14, 245),
-        "backward": Calls(275, 17, 428),
+        "backward": Calls(272, 17, 416),
         "visit": Calls(45, 8, 70),
     },
     "3 x 4 experts, ETP": {
         "forward": Calls(159, 11, 235),
-        "backward": Calls(263, 17, 358),
+        "backward": Calls(260, 17, 346),
         "visit": Calls(48, 8, 77),
     },
     "3 x 16 experts, ETP": {
         "forward": Calls(159, 11, 307),
-        "backward": Calls(299, 17, 394),
+        "backward": Calls(296, 17, 382),
         "visit": Calls(48, 8, 101),
     },
     "3 x 128 experts, ETP": {
         "forward": Calls(159, 11, 979),
-        "backward": Calls(635, 17, 730),
+        "backward": Calls(632, 17, 718),
         "visit": Calls(48, 8, 325),
     },
 }

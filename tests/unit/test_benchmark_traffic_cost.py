@@ -32,7 +32,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         vars(copy_engine)["accumulate_parts"]()
         return "reduced"
 
-    monkeypatch.setattr(CudaDriver, "copy", lambda *arguments: noted.append(streams[arguments[-1]]))
+    monkeypatch.setattr(CudaDriver, "copy", lambda *arguments: noted.append(streams[arguments[2]]))
     monkeypatch.setattr(copy_engine.CopyEngineTransport, "all_gather", gather)
     monkeypatch.setattr(copy_engine.CopyEngineTransport, "reduce_scatter", reduce)
     monkeypatch.setattr(copy_engine, "accumulate_parts", lambda: noted.append("sum"))

@@ -108,14 +108,14 @@ class _Driver:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def copy(self, copies: Sequence[PitchedCopy], stream: int) -> None:
+    def copy(self, copies: Sequence[PitchedCopy], stream: int, origin: int = 0) -> None:
         program = self._machine.me().programs[stream]
         for copy in copies:
             if not self._machine.gather:
                 program.append(Operation("other"))
                 continue
             # A copy takes a while: what it reads must not change before its end.
-            reading = Operation("read", (copy.source,), self._machine.gather)
+            reading = Operation("read", (origin + copy.source,), self._machine.gather)
             await_slot = Operation("await slot", (_SLOT + self._machine.current,), self._machine.gather)
             program += [await_slot, reading, reading]
 
@@ -244,32 +244,49 @@ def test_a_shard_that_was_not_published_is_refused_before_anything_is_copied() -
         assert list(machine.me().program) == before
 
 
-def test_a_sum_is_launched_again_only_for_the_same_addresses_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_is_launched_again_at_any_addresses_but_only_for_the_same_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with machine_of(2) as (_, transports):
         done: list[str] = []
+        sent: list[int] = []
 
         def add(*_: Any, **__: Any) -> list[Callable[..., None]]:
             done.append("prepared")
-            return [lambda stream: done.append(f"again on {stream}")]
+            return [lambda *addresses: done.append(f"again from {addresses[1]:#x} to {addresses[2]:#x}")]
+
+        def note_sends(copies: Sequence[PitchedCopy], stream: int, origin: int) -> None:
+            del stream
+            sent[:] = [origin + copy.source for copy in copies]
 
         monkeypatch.setattr(copy_engine, "accumulate_parts", add)
         wgrad, sink = Stack([torch.zeros(4, 4)]), Stack([torch.zeros(2, 4)])
         transport = transports[0]
+        monkeypatch.setattr(transport._driver, "copy", note_sends)
 
-        def reduced(sink: Stack, label: str = "a", *, divisor: int = 2, accumulate: bool = True) -> list[str]:
+        def reduced(
+            sink: Stack, label: str = "a", *, wgrad: Stack = wgrad, divisor: int = 2, accumulate: bool = True
+        ) -> list[str]:
             """In both places of the ring."""
             done.clear()
             for _ in range(2):
                 transport.reduce_scatter(wgrad, sink, divisor, label, accumulate=accumulate)
+                assert sent == [wgrad.address + wgrad.nbytes // 2], "the peer's half of this gradient"
             return list(done)
 
-        prepared, again = ["prepared"] * 2, ["again on 0"] * 2
+        def again(wgrad: Stack, sink: Stack) -> list[str]:
+            return [f"again from {wgrad.address:#x} to {sink.address:#x}"] * 2
+
+        prepared = ["prepared"] * 2
         assert reduced(sink) == prepared
-        assert reduced(sink) == again
-        assert reduced(Stack(sink.tensors)) == again, "the same memory"
+        assert reduced(sink) == again(wgrad, sink)
+        fresh, other = Stack([torch.zeros(4, 4)]), Stack([torch.zeros(2, 4)])
+        assert len({wgrad.address, fresh.address, sink.address, other.address}) == 4
+        assert reduced(other, wgrad=fresh) == again(fresh, other), "other memory"
         assert reduced(sink, "b") == prepared
+        unaligned = torch.zeros(9)[1:].view(2, 4)
         for changed in (
-            lambda: reduced(Stack([torch.zeros(2, 4)])),
+            lambda: reduced(Stack([unaligned])),
             lambda: reduced(Stack([sink[0].view(torch.int32)])),
             lambda: reduced(sink, divisor=1),
             lambda: reduced(sink, accumulate=False),
