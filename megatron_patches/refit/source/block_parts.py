@@ -1,8 +1,8 @@
 """Measures and casts what a rank holds of quantized weights: with PyTorch on the host, with Triton on a GPU.
 
 On a GPU, blocks that are whole on this rank are read once: one kernel finds their scales and casts them. The others are
-measured first, because their scales depend on other parts. Weights are quantized in some groups, each larger than the
-one before, so that the first ones can be sent meanwhile. The number of launches does not depend on that of weights.
+measured first, because their scales depend on other parts. Weights are quantized in some groups, so that the first ones
+can be sent meanwhile. The number of launches does not depend on that of weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_patches.refit.weight_format import BLOCK, blocks_of, scales_of
 if TYPE_CHECKING:
     from etp.formats.kernels import TileTable
 
-_GROUPS = 6  # each twice the one before, because a GPU quantizes bytes about twice as fast as NVLink moves them
+_GROUPS = 16  # of Qwen3-8B, each takes an H100 0.6 ms
 _CHUNK = 1 << 24  # elements that PyTorch quantizes at a time, because they take several times their size meanwhile
 
 
@@ -217,12 +217,12 @@ class KernelParts(BlockParts):
 
 
 def _grouped(parts: Sequence[Part]) -> list[_Group]:
-    """Groups in order, each about twice as large as the one before."""
-    first = sum(part.box.volume for part in parts) / (2**_GROUPS - 1)
+    """Groups of about equal size, in order."""
+    size = sum(part.box.volume for part in parts) / _GROUPS
     groups: list[list[Part]] = [[]]
     filled = 0
     for part in parts:
-        if filled >= first * (2 ** len(groups) - 1):
+        if filled >= size * len(groups):
             groups.append([])
         groups[-1].append(part)
         filled += part.box.volume
