@@ -220,6 +220,7 @@ CASES = (
         "--etp-size 2",
         common=f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
         on_gpus="--no-rope-fusion",
+        slow=True,
     ),
     Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2", slow=True),
     # Stages but the first start the reduction over replicas from outside; the others count gradients.
@@ -286,7 +287,13 @@ CASES = (
         common=f"{MOE} --expert-model-parallel-size 2",
         slow=True,
     ),
-    Case("moe_expert_etp4", 4, "--expert-etp-size 4", common=f"{MOE} {COUNT_ZEROS} --moe-ffn-hidden-size 50"),
+    Case(
+        "moe_expert_etp4",
+        4,
+        "--expert-etp-size 4",
+        common=f"{MOE} {COUNT_ZEROS} --moe-ffn-hidden-size 50",
+        slow=True,
+    ),
     # Experts' biases are replicated over the ranks that share an expert's weights.
     Case(
         "moe_biases",
@@ -378,6 +385,7 @@ CASES = (
         model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
         common=f"{MOE} {MUON_FP32} --expert-model-parallel-size 2 --clip-grad 0.1",
         needs="emerging_optimizers",
+        slow=True,
     ),
     Case(
         "tp2_etp2_muon",
