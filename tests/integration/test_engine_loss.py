@@ -177,9 +177,12 @@ def check_stop(folder: Path, engine: RunningServer) -> None:
 
 
 def test_a_training_whose_engines_cannot_be_reached_ends_with_one_line(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    with training(tmp_path / "lonely", url) as running:
-        assert running.statuses() == [1] * RANKS
-        said = (tmp_path / "lonely" / "rank0.txt").read_text() + running.output
-        assert f"\nerror: cannot start the refit: cannot reach {url}: " in said
-        assert "Traceback" not in said
+    with socket.socket() as gone:
+        # Nobody listens, and it is kept: one of the many ports that process groups listen on could be the same.
+        gone.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+        with training(tmp_path / "lonely", url) as running:
+            assert running.statuses() == [1] * RANKS
+            said = (tmp_path / "lonely" / "rank0.txt").read_text() + running.output
+            assert f"\nerror: cannot start the refit: cannot reach {url}: " in said
+            assert "Traceback" not in said

@@ -271,9 +271,11 @@ def failing(folder: Path, url: Sequence[str], *more: str, prompt: str = "\n1+1="
 
 def test_a_training_without_an_engine_does_not_begin(tmp_path: Path) -> None:
     assert failing(tmp_path, []) == "no engine to ask: give --refit-engines"
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    told = failing(tmp_path, [nobody], ranks=2)
+    with socket.socket() as gone:
+        # Nobody listens, and it is kept: one of the many ports that process groups listen on could be the same.
+        gone.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{gone.getsockname()[1]}"
+        told = failing(tmp_path, [nobody], ranks=2)
     assert nobody in told
     assert "Connection refused" in told
 

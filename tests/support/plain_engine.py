@@ -337,7 +337,7 @@ class PlainEngine:
 
     def check_up(self) -> None:
         """Likewise."""
-        self.run("content", timeout_s=1.0)
+        self.run("content", timeout_s=5.0)
 
     def call(self, call: dict[str, Any]) -> None:
         """Likewise."""
