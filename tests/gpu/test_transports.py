@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.gpu.devices import needs_gpus
 from tests.gpu.launch import run_on_gpus
 from tests.multiproc import bodies_order
 from tests.support.launch import RanksFailedError, run_distributed
+from tests.support.ports import free_port
 
 WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
 
@@ -30,11 +30,9 @@ def test_copy_engine_equals_c10d(world_size: int, dtype: torch.dtype, sink_dtype
 
 @needs_gpus(2, shared=False)
 def test_processes_that_see_one_gpu_each_copy_from_each_other() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     body = bodies.agree_though_each_sees_one_gpu
     assert (
-        run_distributed(body, 2, None, args=(port,), fresh=True)
+        run_distributed(body, 2, None, args=(free_port(),), fresh=True)
         == [(12 * 2 * (1 + 1 + 1 + 3 + 128 + 128), "CopyEngineTransport")] * 2
     )
 

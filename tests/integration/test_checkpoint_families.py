@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import random
 import shutil
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.checkpoint_families import CONFIGS, command_body, parallel_flags, save_body
 from tests.integration.live_refit import PROMPTS, value
 from tests.support.launch import run_megatron
+from tests.support.ports import free_ports
 from tests.support.vllm_host import VllmHost
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
@@ -65,20 +63,6 @@ def called(mesh: TrainerMesh) -> str:
 
 def vars_of(mesh: TrainerMesh) -> dict[str, int]:
     return {name: getattr(mesh, name) for name in TrainerMesh.__dataclass_fields__}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that will still be free when the last command meets at its own.
-
-    From below those that the system gives to whoever asks for any, as the commands before it do many times.
-    """
-    found: list[int] = []
-    for port in random.sample(range(20_000, 32_000), 500):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise RuntimeError(f"only {len(found)} of {count} ports below 32000 are free")
 
 
 def run_commands(

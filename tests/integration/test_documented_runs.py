@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.megatron_run import MegatronPool
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -106,10 +106,9 @@ def test_launchers_of_several_hosts(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}
-    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PORT": "0", "OMP_NUM_THREADS": "1"}
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    own["PORT"] = str(free_port())
     script = [ROOT / "examples" / "slurm" / "train.sh", ROOT / "examples" / "pretrain_gpt.py"]
-    with socket.create_server(("", 0)) as server:
-        own["PORT"] = str(server.getsockname()[1])
     done = subprocess.run(
         [*script, *TOY.split(), "--etp-size", "2"],
         check=False,

@@ -20,6 +20,7 @@ import pytest
 from examples.quickstart import MODEL, SEQUENCE, VOCABULARY
 from examples.serving import write_byte_tokenizer
 from examples.vllm_process import ON_A_CPU, RunningServer, starting_server
+from tests.support.ports import free_port
 
 pytestmark = [
     pytest.mark.integration,
@@ -50,12 +51,6 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Training:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from benchmarks.shared_gpus import sharing_gpus
 from tests.integration.cases import LLAMA, ONE_MICROBATCH, SCHEDULE
+from tests.support.ports import free_port
 
 pytestmark = [
     pytest.mark.integration,
@@ -43,10 +43,7 @@ def training(tmp_path: Path, *flags: str, gpus: int = 2) -> Iterator[list[subpro
         flags: more flags of the training.
         gpus: how many GPUs there are; with one, the ranks share it.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-m", "megatron_patches", str(SCRIPT)]
