@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 
 from etp.config import TransportName
-from megatron_patches import gloo_threads
+from megatron_patches import gloo_threads, latent_projections
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
 
@@ -157,6 +157,7 @@ def records() -> tuple[PatchRecord, ...]:
         *_random_state_records(),
         *_tensor_records(),
         *_megatron_records(),
+        latent_projections.RECORD,
     )
 
 

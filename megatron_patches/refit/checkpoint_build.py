@@ -134,15 +134,16 @@ def _ask_for_weights_alone(args: argparse.Namespace, sizes: ParallelSizes) -> No
     if cpu.needed():
         cpu.set_required_arguments(args)
     if args.hybrid_layer_pattern is not None:
-        args.hybrid_layer_pattern = _staged(main_pattern(args.hybrid_layer_pattern), sizes)
+        args.hybrid_layer_pattern = _staged(args.hybrid_layer_pattern, sizes)
         # The pattern already contains these, and Megatron rejects both.
         args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
 
 
-def _staged(layers: str, sizes: ParallelSizes) -> str:
+def _staged(pattern: str, sizes: ParallelSizes) -> str:
     """A hybrid model's layers, with Megatron's separator between the chunks of pipeline stages."""
+    layers, slash, mtp = main_pattern(pattern), *pattern.partition("/")[1:]
     ends = accumulate(sizes.chunk_layers(len(layers)), initial=0)
-    return "|".join(layers[low:high] for low, high in pairwise(ends))
+    return "|".join(layers[low:high] for low, high in pairwise(ends)) + slash + mtp
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ _SETTINGS: Sequence[tuple[str, str, str]] = (
     ("yaml_cfg", "--yaml-cfg", "train with flags: the file replaces the arguments that the model is built from"),
     ("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path", _NO_FORM),
     ("experimental_attention_variant", "--experimental-attention-variant", _NO_FORM),
-    ("moe_latent_size", "--moe-latent-size", _NO_FORM),
     ("mla_down_proj_fusion", "--mla-down-proj-fusion", "train without it: the fused projection has no mapping"),
     ("moe_single_grouped_weight", "--moe-single-grouped-weight", "train without it: experts are mapped one by one"),
     (
@@ -77,8 +76,6 @@ def _hybrid_clauses(args: argparse.Namespace) -> Iterator[str]:
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         return
-    if "/" in pattern:
-        yield f"--hybrid-layer-pattern {pattern}: train without multi-token prediction, which NemotronH does not have"
     spec = getattr(args, "spec", None)
     if spec and not spec[0].startswith("megatron."):
         return  # the user's own layers

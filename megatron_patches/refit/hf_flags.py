@@ -89,7 +89,9 @@ def _llama_scaling(family: PlannableFamily, scaling: Mapping[str, object]) -> ob
 def _shape(family: PlannableFamily) -> Iterator[str]:
     traits = family.traits
     if traits.layer_kinds:
-        yield from ("--hybrid-layer-pattern", str(family.config()["hybrid_override_pattern"]))
+        config = family.config()
+        mtp = traits.mtp_layers * f"/{config.get('mtp_hybrid_override_pattern')}"
+        yield from ("--hybrid-layer-pattern", f"{config['hybrid_override_pattern']}{mtp}")
     else:
         yield from ("--num-layers", str(traits.num_layers))
     yield from ("--hidden-size", str(traits.hidden_size), "--ffn-hidden-size", str(traits.ffn_hidden_size))
@@ -101,7 +103,7 @@ def _shape(family: PlannableFamily) -> Iterator[str]:
         yield "--disable-bias-linear"
     if traits.qkv_bias and not traits.linear_bias:
         yield "--add-qkv-bias"
-    if traits.mtp_layers:
+    if traits.mtp_layers and not traits.layer_kinds:  # a hybrid's pattern says it
         yield from ("--mtp-num-layers", str(traits.mtp_layers))
 
 
@@ -138,6 +140,8 @@ def _experts(traits: ModelTraits) -> Iterator[str]:
         return
     yield from ("--num-experts", str(traits.num_experts), "--moe-router-topk", str(traits.experts_per_token))
     yield from ("--moe-ffn-hidden-size", str(traits.moe_ffn_hidden_size))
+    if traits.moe_latent_size:
+        yield from ("--moe-latent-size", str(traits.moe_latent_size))
     if traits.first_dense_layers:
         dense, routed = traits.first_dense_layers, traits.num_layers - traits.first_dense_layers
         yield from ("--moe-layer-freq", f"[0]*{dense}+[1]*{routed}")

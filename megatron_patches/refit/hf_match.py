@@ -13,7 +13,6 @@ from megatron_patches.refit.errors import LoadError
 from megatron_patches.refit.hf_files import HuggingFaceFiles
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.family import ModelFamily
-from megatron_patches.refit.source.traits import ModelTraits
 
 _NAMED = 3  # tensors named in a message
 
@@ -38,6 +37,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "n_routed_experts": "--num-experts",
         "num_experts_per_tok": "--moe-router-topk",
         "moe_intermediate_size": "--moe-ffn-hidden-size",
+        "moe_latent_size": "--moe-latent-size",
         "norm_topk_prob": "--moe-router-pre-softmax",
         "scoring_func": "--moe-router-score-function",
         "first_k_dense_replace": "--moe-layer-freq",
@@ -51,8 +51,9 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "qk_nope_head_dim": "--qk-head-dim",
         "qk_rope_head_dim": "--qk-pos-emb-head-dim",
         "v_head_dim": "--v-head-dim",
-        "num_nextn_predict_layers": "--mtp-num-layers",
+        "num_nextn_predict_layers": "--mtp-num-layers, --hybrid-layer-pattern",
         "hybrid_override_pattern": "--hybrid-layer-pattern",
+        "mtp_hybrid_override_pattern": "--hybrid-layer-pattern",
         "mamba_num_heads": "--mamba-num-heads",
         "mamba_head_dim": "--mamba-head-dim",
         "n_groups": "--mamba-num-groups",
@@ -126,7 +127,7 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
             f"it is a {theirs.architecture}, and the flags of this run make a {family.architecture} (--qk-layernorm, "
             "--add-qkv-bias, --disable-bias-linear, --num-experts and --multi-latent-attention decide that)"
         )
-    unused = _NOT_COMPARED if _has_dense_layer(family.traits) else _NOT_COMPARED | {"intermediate_size"}
+    unused = _NOT_COMPARED if family.traits.has_dense_feed_forward() else _NOT_COMPARED | {"intermediate_size"}
     differing += [
         _difference(name, given[name], mine[name])
         for name in mine
@@ -183,13 +184,6 @@ def _repeated(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, str]
 
 def _plainly_given(config: Mapping[str, object]) -> Mapping[str, object]:
     return {name: config[name] for name in _OUTSIDE_TRAITS if config.get(name) is not None}
-
-
-def _has_dense_layer(traits: ModelTraits) -> bool:
-    """Whether some layer has a feed-forward without experts."""
-    if traits.layer_kinds:
-        return "mlp" in traits.layer_kinds
-    return not all(traits.has_experts(layer) for layer in range(traits.num_layers))
 
 
 def rope_scaling(config: Mapping[str, object]) -> Mapping[str, object] | None:

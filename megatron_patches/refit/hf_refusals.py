@@ -37,8 +37,8 @@ def attention_refusals(config: Any) -> Iterator[str]:
             yield f"it sets {flag} ({value})"
 
 
-def expert_refusals(config: Any) -> Iterator[str]:
-    """One clause per unsupported setting of experts."""
+def expert_refusals(config: Any, *, latent: bool = False) -> Iterator[str]:
+    """One clause per unsupported setting of experts; ``latent`` where the architecture has latent experts."""
     kinds = config.moe_router_load_balancing_type
     balancing = {kinds} if isinstance(kinds, str) else set(kinds)
     if not balancing <= {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}:
@@ -47,7 +47,7 @@ def expert_refusals(config: Any) -> Iterator[str]:
         ("moe_shared_expert_gate", "--moe-shared-expert-gate"),
         ("moe_expert_capacity_factor", "--moe-expert-capacity-factor"),
         ("moe_apply_probs_on_input", "--moe-apply-probs-on-input"),
-        ("moe_latent_size", "--moe-latent-size"),
+        *(() if latent else (("moe_latent_size", "--moe-latent-size"),)),
         ("moe_mlp_glu_interleave_size", "--moe-mlp-glu-interleave-size"),
         ("moe_shared_expert_glu_interleave_size", "--moe-shared-expert-glu-interleave-size"),
         ("moe_router_force_load_balancing", "--moe-router-force-load-balancing"),
@@ -58,8 +58,8 @@ def expert_refusals(config: Any) -> Iterator[str]:
             yield f"it sets {flag} ({getattr(config, name)})"
 
 
-def sigmoid_router_refusals(config: Any) -> Iterator[str]:
-    """One clause per difference of a router from DeepSeek-V3's."""
+def sigmoid_router_refusals(config: Any, *, latent: bool = False) -> Iterator[str]:
+    """One clause per difference of a router from DeepSeek-V3's, and of its experts; see :func:`expert_refusals`."""
     if config.moe_router_score_function != "sigmoid":
         yield (
             f"its router scores by {config.moe_router_score_function}; train with --moe-router-score-function sigmoid"
@@ -72,7 +72,7 @@ def sigmoid_router_refusals(config: Any) -> Iterator[str]:
             f"its router ranks groups by their best {picked // groups} experts, and transformers by their best 2 "
             f"(--moe-router-topk {picked}, --moe-router-group-topk {groups})"
         )
-    yield from expert_refusals(config)
+    yield from expert_refusals(config, latent=latent)
 
 
 def norm_refusals(config: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT
+from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT, PRETRAIN_HYBRID
 from tests.support.launch import on_gpus
 
 # Sums of gradients are taken in another order with shards than without, one ulp (1e-7) apart. 20 steps of Adam carry
@@ -60,7 +60,16 @@ MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall 
 ROUTING = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
-    "--moe-shared-expert-intermediate-size 64"
+    "--moe-shared-expert-intermediate-size 64 --moe-latent-size 40"
+)
+# As Nemotron 3 Super, in which one MTP layer predicts several tokens, one after another.
+HYBRID = (
+    "--hybrid-layer-pattern ME*-/*E/*E --mtp-use-repeated-layer --hidden-size 64 --ffn-hidden-size 128 "
+    "--num-attention-heads 4 --kv-channels 32 --group-query-attention --num-query-groups 2 --seq-length 32 "
+    "--max-position-embeddings 32 --position-embedding-type none --normalization RMSNorm --squared-relu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 250 --make-vocab-size-divisible-by 2 "
+    "--attention-dropout 0 --hidden-dropout 0 --mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2 "
+    "--mamba-state-dim 8 --moe-ffn-hidden-size 64"
 )
 MUON = "--optimizer muon --lr 1e-3"
 # In bf16, its default, iterations make a last bit of a gradient a last bit in bf16 of the update.
@@ -131,6 +140,8 @@ class Case:
     @property
     def script(self) -> Path:
         """The training script."""
+        if "--hybrid-layer-pattern" in self.model:
+            return PRETRAIN_HYBRID
         return PRETRAIN_FROZEN if self.freeze else PRETRAIN_GPT
 
     @property
@@ -278,6 +289,16 @@ CASES = (
         "--etp-size 2 --expert-etp-size 2",
         common=f"{MOE} {ROUTING} --expert-model-parallel-size 2",
         bf16_tolerance=SIGNS_BF16_TOLERANCE,
+    ),
+    Case(
+        "hybrid_mtp",
+        2,
+        "--etp-size 2 --expert-etp-size 2",
+        model=HYBRID,
+        common=f"{MOE} {ROUTING} --spec tests.support.hybrid_on_cpu STACK",
+        falls_to=0.9,
+        cpu_only="the layers are those of a machine without Mamba's kernels and Transformer Engine",
+        slow=True,
     ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case(

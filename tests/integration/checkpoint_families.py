@@ -65,9 +65,9 @@ FLAGS: Mapping[str, str] = {
     + _UNTIED
     + _ROUTED
     + _SIGMOID
-    + "--hybrid-layer-pattern ME*M-EMM --position-embedding-type none --squared-relu --mamba-num-heads 4 "
+    + "--hybrid-layer-pattern ME*M-EMM/*E --position-embedding-type none --squared-relu --mamba-num-heads 4 "
     "--mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 5 --moe-shared-expert-intermediate-size 20 "
-    "--spec tests.support.hybrid_on_cpu STACK",
+    "--moe-latent-size 24 --spec tests.support.hybrid_on_cpu STACK",
 }
 """Megatron's flags for a training of the model of :data:`CONFIGS` with the same name."""
 

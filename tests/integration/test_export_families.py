@@ -68,6 +68,8 @@ NEMOTRON_H: dict[str, object] = {
     "tie_word_embeddings": False,
 }
 CONFIGS = {"DeepseekV3ForCausalLM": DEEPSEEK_V3, "NemotronHForCausalLM": NEMOTRON_H}
+CHANGES = {"DeepseekV3ForCausalLM": {}, "NemotronHForCausalLM": {"moe_latent_size": 20}}
+"""What every other mesh's model has besides."""
 MESHES = {
     1: (TrainerMesh(),),
     2: (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(tp=2, expert_tp=2), TrainerMesh(ep=2, dp=2)),
@@ -106,7 +108,9 @@ def export(rank: int, world_size: int, folder: str, architecture: str) -> list[t
     positions = torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS)
     found = []
     for number, mesh in enumerate(MESHES[world_size]):
-        model = build(Case(mesh, (rank,), CONFIGS[architecture]), rank)
+        model = build(
+            Case(mesh, (rank,), CONFIGS[architecture] | (CHANGES[architecture] if number % 2 == 0 else {})), rank
+        )
         with torch.no_grad():
             found.append(model(TOKENS, positions, None)[..., :VOCABULARY].clone())
         export_checkpoint([model], Path(folder) / str(number), vocab_size=VOCABULARY)

@@ -88,6 +88,8 @@ CONFIGS: dict[str, dict[str, object]] = {
         "num_nextn_predict_layers": 1,
     },
     "nemotron_h": HYBRID,
+    "nemotron_h_latent": HYBRID
+    | {"moe_latent_size": 128, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
 }
 SIZES = ((1, False), (2, False), (2, True))
 
@@ -113,10 +115,26 @@ def rules(manifest: Manifest) -> set[tuple[str, str]]:
 
 
 def specs_for(name: str) -> list[TensorSpec]:
-    """The tensors that the main model loads."""
+    """The tensors of a checkpoint; the main model leaves those that predict further tokens to the draft model."""
     family = family_from_config(CONFIGS[name])
-    specs = agree_on_tensors(family.shapes(), [trainer_manifest(family, TrainerMesh(), 0)])
-    return [spec for spec in specs if not spec.name.startswith("model.layers.2.")]  # further tokens: the draft model's
+    return list(agree_on_tensors(family.shapes(), [trainer_manifest(family, TrainerMesh(), 0)]))
+
+
+def draft_differences(path: Path) -> list[str]:
+    """Parameters of NemotronH's draft model that a checkpoint does not fill, and tensors that it does not take."""
+    from megatron_patches.refit.vllm.recording import record_loading
+    from tests.support.vllm_meta import built
+
+    tensors = {spec.name: spec for spec in specs_for("nemotron_h_latent") if spec.name.startswith("mtp.")}
+    with built(path, 1, 0, False) as model:
+        parameters = {name: value for name, value in model.named_parameters() if "embed_tokens" not in name}
+        done = record_loading(model.load_weights, parameters, tensors.values())
+    manifest = recorded_manifest(0, "", done.parameters, done.copies, done.fills, tensors)
+    filled = dict.fromkeys(parameters, 0)
+    for item in manifest.placements:
+        filled[manifest.storage[item.view.storage].target] += item.box.volume
+    wrong = [name for name, value in parameters.items() if filled[name] != value.numel()]
+    return wrong + sorted(tensors.keys() - {item.box.tensor for item in manifest.placements})
 
 
 def compare(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
@@ -145,13 +163,15 @@ def compare(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
                 ours = engine_manifest(family.traits, mesh, place)
                 difference = [*sorted(places(ours) ^ places(theirs)), *sorted(rules(ours) ^ rules(theirs))][:5]
                 found[f"{name} tp={tp} expert_parallel={expert_parallel} rank={place}"] = list(map(str, difference))
-    return found
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "architectures": ["NemotronHMTPModel"]}))
+    return found | {f"draft of {path.name}": draft_differences(path)}
 
 
 @pytest.mark.integration
 def test_every_box_lies_where_the_engines_loaders_put_it(tmp_path: Path) -> None:
     (found,) = run_distributed(compare, 1, None, 360.0, args=(str(tmp_path),), fresh=True)
-    assert len(found) == 3 * 3 + 3 * 5
+    assert len(found) == 3 * 3 + 4 * 5 + 1
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 

@@ -73,6 +73,8 @@ NEMOTRON_H = SHAPE | {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
     "hybrid_override_pattern": "M-*M",
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*",
     "mamba_num_heads": 4,
     "mamba_head_dim": 32,
     "n_groups": 2,
@@ -80,6 +82,8 @@ NEMOTRON_H = SHAPE | {
     "conv_kernel": 4,
     "layer_norm_epsilon": 1e-5,
 }
+"""With an MTP layer, which engines leave out."""
+
 NEMOTRON_H_ODD = (
     NEMOTRON_H
     | ROUTED
@@ -89,6 +93,8 @@ NEMOTRON_H_ODD = (
         "mamba_head_dim": 6,
         "ssm_state_size": 5,
         "moe_shared_expert_intermediate_size": 20,
+        "moe_latent_size": 24,
+        "mtp_hybrid_override_pattern": "*E",
     }
 )
-"""With sizes that no engine on a CPU takes, and experts."""
+"""With sizes that no engine on a CPU takes, latent experts, and an MTP layer."""

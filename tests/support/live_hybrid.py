@@ -60,13 +60,15 @@ def install_stand_ins() -> None:
 
 
 def build_hybrid_chunk(case: Case, chunk: int) -> Any:
-    """One chunk of a model like NemotronH."""
+    """One chunk of a model like NemotronH. One MTP layer predicts two tokens, one after another."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     install_stand_ins()
-    traits = family_from_config(case.config).traits
-    mamba = traits.mamba
+    family = family_from_config(case.config)
+    traits = family.traits
+    mamba, written = traits.mamba, family.config()
+    depths = 2 if traits.mtp_layers == 1 else traits.mtp_layers
     config = TransformerConfig(
         num_query_groups=traits.num_kv_heads,
         kv_channels=traits.head_dim,
@@ -81,12 +83,15 @@ def build_hybrid_chunk(case: Case, chunk: int) -> Any:
         moe_router_enable_expert_bias=traits.router_bias,
         moe_router_score_function="sigmoid",
         layernorm_epsilon=traits.norm_eps,
+        mtp_num_layers=depths or None,
+        mtp_use_repeated_layer=depths > traits.mtp_layers,
         **common_settings(case),
     )
     return HybridModel(
         config=config,
         hybrid_stack_spec=stack_spec(traits.num_experts),
-        hybrid_layer_pattern=family_from_config(case.config).config()["hybrid_override_pattern"],
+        hybrid_layer_pattern=f"{written['hybrid_override_pattern']}"
+        + depths * f"/{written.get('mtp_hybrid_override_pattern')}",
         **chunk_arguments(case, chunk),
     )
 
@@ -102,6 +107,12 @@ def stack_spec(experts: int) -> Any:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -130,4 +141,11 @@ def stack_spec(experts: int) -> Any:
             TransformerLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=add)
         ),
     }
-    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**layers))
+    mtp_layer = ModuleSpec(
+        MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=norm
+        ),
+    )
+    block = ModuleSpec(MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules([mtp_layer]))
+    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**layers, mtp_block_spec=block))

@@ -154,6 +154,7 @@ def common_settings(case: Case) -> dict[str, Any]:
         settings |= {
             "num_moe_experts": traits.num_experts,
             "moe_ffn_hidden_size": traits.moe_ffn_hidden_size,
+            "moe_latent_size": traits.moe_latent_size or None,
             "expert_gtp_weight_remat_size": mesh.expert_etp,
             "moe_router_topk": traits.experts_per_token,
             "sequence_parallel": mesh.tp > 1,

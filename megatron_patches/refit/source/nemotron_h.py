@@ -3,6 +3,10 @@
 Megatron's hybrid model keeps the five inputs of a Mamba mixer (gate z, x, B, C and the time step) in one weight, each
 cut separately by tensor parallelism. The same holds for the convolution over x, B and C. A checkpoint contains them
 whole, one after another.
+
+Experts may work on a latent vector instead of the residual stream; then a layer has two projections around them. A
+multi-token prediction layer consists of a few layers of these kinds. A checkpoint numbers these on, under a prefix of
+their own: the first has what combines the embedding and the hidden state, and the last has the norm at the end.
 """
 
 from __future__ import annotations
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     import torch
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.mtp_model_layer\.layers\.(\d+)\.(.+)")
+_MTP = re.compile(r"mtp\.layers\.(\d+)\.(enorm|hnorm|eh_proj|final_layernorm)\.weight")
 # Kinds of layers by their letters in Megatron's hybrid patterns, where "|" ends a pipeline stage, and in
 # hybrid_override_pattern.
 _KINDS: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"})
@@ -86,11 +92,13 @@ class NemotronHFamily:
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""
         t, mamba, router = self.traits, self._mamba, self.traits.router or RouterTraits()
-        letters = {kind: letter for letter, kind in _KINDS.items()}
+        mtp = {"mtp_hybrid_override_pattern": _letters(t.mtp_layer_kinds)} if t.mtp_layers else {}
         return {
             "architectures": [self.architecture],
             "model_type": "nemotron_h",
-            "hybrid_override_pattern": "".join(letters[kind] for kind in t.layer_kinds),
+            "hybrid_override_pattern": _letters(t.layer_kinds),
+            "num_nextn_predict_layers": t.mtp_layers,
+            **mtp,
             "num_hidden_layers": t.num_layers,
             "hidden_size": t.hidden_size,
             "intermediate_size": t.ffn_hidden_size,
@@ -113,6 +121,7 @@ class NemotronHFamily:
             "n_shared_experts": 1 if t.shared_ffn_hidden_size else 0,
             "num_experts_per_tok": t.experts_per_token or 1,
             "moe_intermediate_size": t.moe_ffn_hidden_size or 1,
+            "moe_latent_size": t.moe_latent_size or None,
             "moe_shared_expert_intermediate_size": t.shared_ffn_hidden_size or 1,
             "norm_topk_prob": t.norm_topk_prob,
             "n_group": router.groups,
@@ -124,13 +133,19 @@ class NemotronHFamily:
         """Global shape of every tensor of the checkpoint, in the order of the file."""
         t = self.traits
         shapes: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (t.vocab_size, t.hidden_size)}
-        for layer, kind in enumerate(t.layer_kinds):
-            shapes[f"backbone.layers.{layer}.norm.weight"] = (t.hidden_size,)
-            inner = self._kind_shapes(kind)
-            shapes.update({f"backbone.layers.{layer}.mixer.{name}": shape for name, shape in inner.items()})
+        for layer in range(t.num_layers):
+            shapes |= self._layer_shapes(layer)
         shapes["backbone.norm_f.weight"] = (t.hidden_size,)
         if not t.tied_embeddings:
             shapes["lm_head.weight"] = (t.vocab_size, t.hidden_size)
+        for index in range(t.mtp_layers):
+            layers = self._mtp_layers(index)
+            first, last = self._prefix(layers[0]), self._prefix(layers[-1])
+            shapes[first + "enorm.weight"] = shapes[first + "hnorm.weight"] = (t.hidden_size,)
+            shapes[first + "eh_proj.weight"] = (t.hidden_size, 2 * t.hidden_size)
+            for layer in layers:
+                shapes |= self._layer_shapes(layer)
+            shapes[last + "final_layernorm.weight"] = (t.hidden_size,)
         return shapes
 
     def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
@@ -140,12 +155,18 @@ class NemotronHFamily:
             UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
         found: Sequence[RowSpan] | None = None
-        match = _LAYER.fullmatch(shard.name)
-        if match is not None and int(match[1]) < self.traits.num_layers:
-            found = self._layer_pieces(shard, int(match[1]), match[2])
-        elif match is None:
-            rule = self._outer_rules().get(shard.name)
-            found = None if rule is None else rule(shard)
+        t = self.traits
+        if (match := _LAYER.fullmatch(shard.name)) is not None:
+            if int(match[1]) < t.num_layers:
+                found = self._layer_pieces(shard, int(match[1]), match[2])
+        elif (match := _MTP_LAYER.fullmatch(shard.name)) is not None:
+            if int(match[1]) < t.mtp_layers and int(match[2]) < len(t.mtp_layer_kinds):
+                found = self._layer_pieces(shard, self._mtp_layers(int(match[1]))[int(match[2])], match[3])
+        elif (match := _MTP.fullmatch(shard.name)) is not None:
+            if int(match[1]) < t.mtp_layers:
+                found = self._mtp_pieces(shard, self._mtp_layers(int(match[1])), match[2])
+        elif (rule := self._outer_rules().get(shard.name)) is not None:
+            found = rule(shard)
         if found is None:
             raise UnmappedParameterError(
                 f"no tensor of {self.architecture} corresponds to the Megatron parameter {shard.name} of shape "
@@ -160,7 +181,7 @@ class NemotronHFamily:
 
     def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
         """Parameters of a layer, except those of routed experts, by name within it."""
-        kind = self.traits.layer_kinds[layer]
+        kind = self.traits.all_layer_kinds[layer]
         if kind == "mamba":
             yield from self._mamba_params(fused_norms)
         elif kind == "attention":
@@ -212,8 +233,26 @@ class NemotronHFamily:
             "decoder.final_norm.weight": partial(rules.replicated, tensor="backbone.norm_f.weight"),
         }
 
+    def _prefix(self, layer: int) -> str:
+        """Prefix of a layer's tensors; those of multi-token prediction follow the last of the model."""
+        index = layer - self.traits.num_layers
+        return f"mtp.layers.{index}." if index >= 0 else f"backbone.layers.{layer}."
+
+    def _mtp_layers(self, index: int) -> range:
+        """The layers that multi-token prediction layer ``index`` consists of."""
+        width = len(self.traits.mtp_layer_kinds)
+        start = self.traits.num_layers + index * width
+        return range(start, start + width)
+
+    def _mtp_pieces(self, shard: ParamShard, layers: range, kind: str) -> Sequence[RowSpan]:
+        """The parts of a multi-token prediction layer besides its layers."""
+        if kind == "eh_proj":
+            return rules.column_parallel(shard, self._prefix(layers[0]) + "eh_proj.weight")
+        layer = layers[-1] if kind == "final_layernorm" else layers[0]
+        return rules.replicated(shard, f"{self._prefix(layer)}{kind}.weight")
+
     def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[RowSpan] | None:
-        kind, prefix = self.traits.layer_kinds[layer], f"backbone.layers.{layer}."
+        kind, prefix = self.traits.all_layer_kinds[layer], self._prefix(layer)
         norm, mixer = partial(rules.replicated, tensor=prefix + "norm.weight"), prefix + "mixer."
         by_kind = {
             "mamba": self._mamba_rules,
@@ -227,6 +266,11 @@ class NemotronHFamily:
         if kind == "experts":
             return expert_pieces(shard, name, mixer + "experts.", self.traits.num_experts, gated=False)
         return None
+
+    def _layer_shapes(self, layer: int) -> Mapping[str, tuple[int, ...]]:
+        prefix, inner = self._prefix(layer), self._kind_shapes(self.traits.all_layer_kinds[layer])
+        norm = {prefix + "norm.weight": (self.traits.hidden_size,)}
+        return norm | {f"{prefix}mixer.{name}": shape for name, shape in inner.items()}
 
     def _kind_shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
         """Tensors of a layer's mixer, by name within it."""
@@ -246,8 +290,11 @@ class NemotronHFamily:
         shapes: dict[str, tuple[int, ...]] = {
             "gate.weight": (t.num_experts, t.hidden_size),
             "gate.e_score_correction_bias": (t.num_experts,),
-            **expert_shapes("experts.", t.num_experts, t.hidden_size, t.moe_ffn_hidden_size, gated=False),
+            **expert_shapes("experts.", t.num_experts, t.expert_hidden_size, t.moe_ffn_hidden_size, gated=False),
         }
+        if t.moe_latent_size:
+            shapes["fc1_latent_proj.weight"] = (t.moe_latent_size, t.hidden_size)
+            shapes["fc2_latent_proj.weight"] = (t.hidden_size, t.moe_latent_size)
         if t.shared_ffn_hidden_size:
             shapes |= _plain_shapes("shared_experts.", t.hidden_size, t.shared_ffn_hidden_size)
         return shapes
@@ -285,6 +332,9 @@ class NemotronHFamily:
             "mlp.router.weight": partial(rules.replicated, tensor=mixer + "gate.weight"),
             "mlp.router.expert_bias": partial(rules.replicated, tensor=bias),
         }
+        if self.traits.moe_latent_size:
+            for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
+                found["mlp." + name] = partial(rules.replicated, tensor=mixer + name)
         if self.traits.shared_ffn_hidden_size:
             found |= _plain_rules("mlp.shared_experts.", mixer + "shared_experts.")
         return found
@@ -310,24 +360,33 @@ def _plain_rules(mine: str, theirs: str) -> Mapping[str, Rule]:
     }
 
 
+def _letters(kinds: Sequence[str]) -> str:
+    """A pattern: one letter per layer."""
+    letters = {kind: letter for letter, kind in _KINDS.items()}
+    return "".join(letters[kind] for kind in kinds)
+
+
 def _claims(model: torch.nn.Module) -> bool:
     return bool(getattr(model, "hybrid_layer_pattern", None))
 
 
-def _pattern(model: torch.nn.Module) -> str:
-    """One letter per layer of the whole model."""
-    return str(model.hybrid_layer_pattern).replace("|", "")
+def _patterns(model: torch.nn.Module) -> tuple[str, list[str]]:
+    """One letter per layer of the whole model, and the same for each multi-token prediction layer."""
+    main, *mtp = str(model.hybrid_layer_pattern).replace("|", "").split("/")
+    return main, [pattern for pattern in mtp if pattern]
 
 
 def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
     import torch
 
     config: Any = model.config
-    pattern = _pattern(model)
+    main, mtp = _patterns(model)
+    pattern = main + "".join(mtp)
     yield from norm_refusals(config)
     yield from vocabulary_refusals(model, vocab_size)
     if any(letter not in _KINDS for letter in pattern):
-        yield f"its layers are {pattern} (--hybrid-layer-pattern), and only {', '.join(_KINDS)} are known"
+        shown = "/".join([main, *mtp])
+        yield f"its layers are {shown} (--hybrid-layer-pattern), and only {', '.join(_KINDS)} are known"
     if model.position_embedding_type != "none":
         yield f"its positions are {model.position_embedding_type!r}; train with --position-embedding-type none"
     probe = torch.tensor([-1.0, 2.0, 3.0])
@@ -341,18 +400,22 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
             f"{_MIXER_NORM_EPS}; NemotronH has one for all"
         )
     if "E" in pattern:
-        yield from sigmoid_router_refusals(config)
+        yield from sigmoid_router_refusals(config, latent=True)
     yield from attention_refusals(config)
 
 
 def _read(model: torch.nn.Module, vocab_size: int) -> NemotronHFamily:
     config: Any = model.config
-    pattern = _pattern(model)
-    experts = "E" in pattern
+    main, mtp = _patterns(model)
+    experts = "E" in main + "".join(mtp)
+    # All MTP patterns are alike. With --mtp-use-repeated-layer, there is one layer, which is applied several times.
+    mtp_layers = min(len(mtp), 1) if config.mtp_use_repeated_layer else len(mtp)
     traits = ModelTraits(
         **common_traits(model, vocab_size),
-        num_layers=len(pattern),
-        layer_kinds=tuple(_KINDS[letter] for letter in pattern),
+        num_layers=len(main),
+        layer_kinds=tuple(_KINDS[letter] for letter in main),
+        mtp_layers=mtp_layers,
+        mtp_layer_kinds=tuple(_KINDS[letter] for letter in mtp[0]) if mtp else (),
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
         qkv_bias=False,
@@ -360,6 +423,7 @@ def _read(model: torch.nn.Module, vocab_size: int) -> NemotronHFamily:
         num_experts=config.num_moe_experts if experts else 0,
         experts_per_token=config.moe_router_topk if experts else 0,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else 0,
+        moe_latent_size=(config.moe_latent_size or 0) if experts else 0,
         shared_ffn_hidden_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
         router_bias=experts,
         router=sigmoid_router(config) if experts else None,
@@ -379,29 +443,26 @@ def _read(model: torch.nn.Module, vocab_size: int) -> NemotronHFamily:
 def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
     check_given(config, "NemotronHForCausalLM", ("num_key_value_heads",))
     wrong = [name for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias") if flag(config, name)]
-    wrong += [name for name in ("moe_latent_size", "num_nextn_predict_layers") if config.get(name)]
     if wrong or not flag(config, "use_conv_bias", True):
         raise UnsupportedModelError(
             f"the configuration sets {', '.join(wrong) or 'use_conv_bias to false'}; of NemotronH only "
-            "models are known with a bias on the convolution and nowhere else, without latent experts, and without "
-            "layers that predict further tokens"
+            "models are known with a bias on the convolution and nowhere else"
         )
-    layers = config.get("layers_block_type") or config.get("hybrid_override_pattern")
-    if not isinstance(layers, list | str) or any(item not in _KINDS_BY_NAME for item in layers):
-        raise UnsupportedModelError(
-            f"layers_block_type or hybrid_override_pattern is {layers}; known kinds are {', '.join(_KINDS_BY_NAME)}"
-        )
-    kinds = tuple(_KINDS_BY_NAME[item] for item in layers)
+    kinds = _kinds(config, "layers_block_type", "hybrid_override_pattern")
+    mtp_layers = count(config, "num_nextn_predict_layers")
+    mtp_kinds = _kinds(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern") if mtp_layers else ()
     if integer(config, "num_hidden_layers", len(kinds)) != len(kinds):
         raise UnsupportedModelError(
             f"num_hidden_layers is {config['num_hidden_layers']} and the configuration names the kinds of {len(kinds)} "
             "layers (layers_block_type or hybrid_override_pattern)"
         )
-    experts = "experts" in kinds
+    experts = "experts" in kinds + mtp_kinds
     heads = integer(config, "num_attention_heads")
     traits = ModelTraits(
         num_layers=len(kinds),
         layer_kinds=kinds,
+        mtp_layers=mtp_layers,
+        mtp_layer_kinds=mtp_kinds,
         hidden_size=integer(config, "hidden_size"),
         ffn_hidden_size=integer(config, "intermediate_size"),
         num_heads=heads,
@@ -416,6 +477,7 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
         num_experts=integer(config, "n_routed_experts") if experts else 0,
         experts_per_token=integer(config, "num_experts_per_tok") if experts else 0,
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size") if experts else 0,
+        moe_latent_size=count(config, "moe_latent_size") if experts else 0,
         shared_ffn_hidden_size=_shared_width(config) if experts else 0,
         router_bias=experts,
         router=sigmoid_router_from_config(config) if experts else None,
@@ -431,6 +493,14 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
         rope_base=10000.0,  # it has no rotary positions
     )
     return NemotronHFamily(traits)
+
+
+def _kinds(config: Mapping[str, object], names: str, pattern: str) -> tuple[str, ...]:
+    """Kinds of layers, from a list of names in one field or a pattern of letters in another."""
+    layers = config.get(names) or config.get(pattern)
+    if not isinstance(layers, list | str) or any(item not in _KINDS_BY_NAME for item in layers):
+        raise UnsupportedModelError(f"{names} or {pattern} is {layers}; known kinds are {', '.join(_KINDS_BY_NAME)}")
+    return tuple(_KINDS_BY_NAME[item] for item in layers)
 
 
 def _shared_width(config: Mapping[str, object]) -> int:

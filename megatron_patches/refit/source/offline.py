@@ -125,8 +125,19 @@ def _mtp_params(
         ):
             yield param, param.name
         prefix += "mtp_model_layer."
-        for param, name in _layer_params(family, mesh, where, options, family.traits.num_layers + number):
-            yield replace(param, name=prefix + param.name), prefix + name
+        for inner, layer in _mtp_inner_layers(family.traits, number):
+            for param, name in _layer_params(family, mesh, where, options, layer):
+                yield replace(param, name=prefix + inner + param.name), prefix + inner + name
+
+
+def _mtp_inner_layers(traits: ModelTraits, number: int) -> Iterator[tuple[str, int]]:
+    """Prefix and number of each layer that a multi-token prediction layer consists of: several in a hybrid."""
+    if not traits.layer_kinds:
+        yield "", traits.num_layers + number
+        return
+    width = len(traits.mtp_layer_kinds)
+    for index in range(width):
+        yield f"layers.{index}.", traits.num_layers + number * width + index
 
 
 def _layer_params(
@@ -197,7 +208,7 @@ def _check_divides(family: PlannableFamily, mesh: TrainerMesh, options: TrainerO
             f"ep is {mesh.ep}, expert_tp {mesh.expert_tp} and expert_etp {mesh.expert_etp}, but the model has no "
             "experts; leave them at 1"
         )
-    if not traits.num_experts or traits.first_dense_layers or "mlp" in traits.layer_kinds:
+    if not traits.num_experts or traits.first_dense_layers or "mlp" in traits.all_layer_kinds:
         cuts.append(("width of the feed-forward", traits.ffn_hidden_size, "tp", mesh.tp))
     for what, size, axis, parts in cuts:
         if size % parts:

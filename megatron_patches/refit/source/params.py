@@ -97,6 +97,9 @@ def feed_forward_params(traits: ModelTraits, fused_norms: bool, *, experts: bool
         yield Param("mlp.router.weight", (t.num_experts, t.hidden_size))
         if t.router_bias:
             yield Param("mlp.router.expert_bias", (t.num_experts,), dtype="float32")
+        if t.moe_latent_size:
+            yield Param("mlp.fc1_latent_proj.weight", (t.moe_latent_size, t.hidden_size))
+            yield Param("mlp.fc2_latent_proj.weight", (t.hidden_size, t.moe_latent_size))
         if t.shared_ffn_hidden_size:
             yield Param("mlp.shared_experts.linear_fc1.weight", (stacked * t.shared_ffn_hidden_size, t.hidden_size), 0)
             yield Param("mlp.shared_experts.linear_fc2.weight", (t.hidden_size, t.shared_ffn_hidden_size), 1)
@@ -112,6 +115,6 @@ def expert_params(traits: ModelTraits, *, gated: bool) -> Sequence[Param]:
     """One routed expert."""
     stacked = 2 if gated else 1
     return (
-        Param("linear_fc1", (stacked * traits.moe_ffn_hidden_size, traits.hidden_size), 0, expert=True),
-        Param("linear_fc2", (traits.hidden_size, traits.moe_ffn_hidden_size), 1, expert=True),
+        Param("linear_fc1", (stacked * traits.moe_ffn_hidden_size, traits.expert_hidden_size), 0, expert=True),
+        Param("linear_fc2", (traits.expert_hidden_size, traits.moe_ffn_hidden_size), 1, expert=True),
     )

@@ -93,6 +93,8 @@ class ModelTraits:
         num_experts: routed experts per layer; 0 for a dense feed-forward.
         experts_per_token: experts that the router picks per token.
         moe_ffn_hidden_size: width of an expert's gate projection; also that of its up projection.
+        moe_latent_size: width of a routed expert's input and output, between two projections that all experts of a
+            layer share; 0 if it is that of the residual stream, without projections.
         first_dense_layers: number of layers, from the first, with a dense feed-forward instead of experts.
         shared_ffn_hidden_size: total width of the shared experts; 0 for none.
         router_bias: whether the router has a bias that affects only the choice of experts; kept in float32.
@@ -102,6 +104,7 @@ class ModelTraits:
         layer_kinds: in a hybrid, the kind of each layer: ``mamba``, ``attention``, ``mlp`` or ``experts``, whose
             feed-forward is not gated. Empty if every layer is attention and a gated feed-forward.
         mtp_layers: multi-token prediction layers, after the last layer.
+        mtp_layer_kinds: in a hybrid, the kinds of the layers that one multi-token prediction layer consists of.
         norm_topk_prob: whether the scores of a token's experts are normalized to a sum of one.
         norm_eps: epsilon of RMSNorm.
         rope_base: base of the rotary frequencies.
@@ -124,6 +127,7 @@ class ModelTraits:
     num_experts: int = 0
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
+    moe_latent_size: int = 0
     first_dense_layers: int = 0
     shared_ffn_hidden_size: int = 0
     router_bias: bool = False
@@ -132,14 +136,31 @@ class ModelTraits:
     mamba: MambaTraits | None = None
     layer_kinds: tuple[str, ...] = ()
     mtp_layers: int = 0
+    mtp_layer_kinds: tuple[str, ...] = ()
     norm_topk_prob: bool = True
     norm_eps: float
     rope_base: float
     rope_scaling_factor: float | None = None
     init_std: float = 0.02
 
+    @property
+    def all_layer_kinds(self) -> tuple[str, ...]:
+        """In a hybrid, the kind of each layer, those of multi-token prediction last."""
+        return self.layer_kinds + self.mtp_layers * self.mtp_layer_kinds
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of a routed expert's input; also that of its output."""
+        return self.moe_latent_size or self.hidden_size
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer ``layer``, from 0, has experts."""
         if self.layer_kinds:
-            return self.layer_kinds[layer] == "experts"
+            return self.all_layer_kinds[layer] == "experts"
         return self.num_experts > 0 and layer >= self.first_dense_layers
+
+    def has_dense_feed_forward(self) -> bool:
+        """Whether some layer has a feed-forward without experts."""
+        if self.layer_kinds:
+            return "mlp" in self.all_layer_kinds
+        return not all(self.has_experts(layer) for layer in range(self.num_layers))

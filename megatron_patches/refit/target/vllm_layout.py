@@ -123,6 +123,8 @@ def engine_manifest(
 
 def is_left_out(traits: ModelTraits, tensor: str) -> bool:
     """Whether the engine leaves a tensor of the checkpoint to the draft model: multi-token prediction layers."""
+    if traits.layer_kinds:
+        return tensor.startswith("mtp.")
     layer = re.match(r"model\.layers\.(\d+)\.", tensor)
     return layer is not None and int(layer[1]) >= traits.num_layers
 
@@ -254,6 +256,9 @@ class _RankLayout:
         if t.router_bias:
             name, shape, slots, _ = self._whole(prefix + "gate.e_score_correction_bias", (t.num_experts,))
             yield name, shape, slots, "float32"
+        if t.moe_latent_size:
+            yield self._whole(prefix + "fc1_latent_proj.weight", (t.moe_latent_size, hidden))
+            yield self._whole(prefix + "fc2_latent_proj.weight", (hidden, t.moe_latent_size))
         if t.shared_ffn_hidden_size:
             mesh = self._mesh
             whole = mesh.expert_parallel and mesh.tp > 1 and mesh.dp > 1
@@ -264,7 +269,7 @@ class _RankLayout:
         self, prefix: str, experts: range, width: int, part: int, first: tuple[str, ...]
     ) -> Iterator[_Parameter]:
         """Weights of the routed experts. The first one stacks the projections ``first``."""
-        hidden, rows = self._t.hidden_size, len(first) * width
+        hidden, rows = self._t.expert_hidden_size, len(first) * width
         w13, w2 = [], []
         for local, expert in enumerate(experts):
             name = f"{prefix}experts.{expert}."

@@ -22,6 +22,7 @@ _MAY_DIFFER = frozenset(
         "initializer_range",
         "max_position_embeddings",
         "model_max_length",
+        "mtp_hybrid_override_pattern",
         "num_nextn_predict_layers",
         "pad_token_id",
         "pretraining_tp",

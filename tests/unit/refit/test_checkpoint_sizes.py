@@ -148,6 +148,7 @@ def test_what_can_be_divided_passes(saved: dict[str, object], sizes: ParallelSiz
 )
 def test_a_hybrid_is_cut_into_stages_and_chunks(sizes: ParallelSizes, layers: str) -> None:
     assert _staged("M*EM-MEM", sizes) == layers
+    assert _staged("M*|EM-M|EM/*E/*E", sizes) == f"{layers}/*E/*E"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,6 @@ def test_a_hybrid_is_cut_into_stages_and_chunks(sizes: ParallelSizes, layers: st
         ({"spec": ["no_such_module_here", "layers"]}, ["--spec no_such_module_here layers: No module named", "PYTHON"]),
         ({"spec": ["json", "layers"]}, ["--spec json layers: json has no layers; install"]),
         ({"spec": ["local"]}, ["--spec local: train with a module and a name in it"]),
-        ({"hybrid_layer_pattern": "M*/M"}, ["--hybrid-layer-pattern M*/M: train without multi-token prediction"]),
     ],
 )
 def test_settings_that_cannot_be_built_are_refused_by_flag_and_value(

@@ -289,6 +289,8 @@ def hybrid_model(**changes: Any) -> Any:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_shared_expert_intermediate_size": 48,
+        "moe_latent_size": None,
+        "mtp_use_repeated_layer": False,
     }
     return fake_model(**(plain | changes))
 
@@ -302,6 +304,14 @@ def test_a_hybrid_is_nemotron_h() -> None:
     assert read.hybrid_override_pattern == "M-M*ME"
     assert (read.mamba_num_heads, read.mamba_head_dim, read.n_groups, read.ssm_state_size) == (8, 16, 2, 4)
     assert (read.n_routed_experts, read.moe_intermediate_size, read.moe_shared_expert_intermediate_size) == (8, 32, 48)
+    mtp = family_of(hybrid_model(model_hybrid_layer_pattern="M|*-/*E/*E", moe_latent_size=8), 251)
+    assert mtp.traits.layer_kinds == ("mamba", "attention", "mlp")
+    assert (mtp.traits.mtp_layers, mtp.traits.mtp_layer_kinds) == (2, ("attention", "experts"))
+    assert (mtp.traits.moe_latent_size, mtp.traits.num_experts) == (8, 8)
+    read = NemotronHConfig(**build_config(mtp, "bfloat16"))
+    assert (read.num_nextn_predict_layers, read.mtp_hybrid_override_pattern, read.moe_latent_size) == (2, "*E", 8)
+    repeated = hybrid_model(model_hybrid_layer_pattern="M*-/*E/*E", mtp_use_repeated_layer=True)
+    assert family_of(repeated, 251).traits.mtp_layers == 1  # one layer, applied twice
     dense = family_of(hybrid_model(model_hybrid_layer_pattern="M*-", mamba_num_heads=None), 251).traits
     assert (dense.num_experts, dense.mamba.heads) == (0, 8)
 
@@ -310,13 +320,13 @@ def test_a_hybrid_is_nemotron_h() -> None:
     ("changes", "message"),
     [
         ({"model_hybrid_layer_pattern": "MG"}, "its layers are MG .--hybrid-layer-pattern"),
+        ({"model_hybrid_layer_pattern": "M*/GE"}, r"its layers are M\*/GE .--hybrid-layer-pattern"),
         ({"model_position_embedding_type": "rope"}, "--position-embedding-type none"),
         ({"activation_func": functional.relu}, "not a squared ReLU but a relu"),
         ({"gated_linear_unit": True}, "--squared-relu"),
         ({"qk_layernorm": True}, "--qk-layernorm"),
         ({"layernorm_epsilon": 1e-6}, "epsilon of 1e-06"),
         ({"moe_router_score_function": "softmax"}, "--moe-router-score-function sigmoid"),
-        ({"moe_latent_size": 8}, "--moe-latent-size"),
         ({"add_qkv_bias": True}, "--add-qkv-bias"),
     ],
 )

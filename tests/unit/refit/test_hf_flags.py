@@ -36,12 +36,39 @@ def test_public_models_have_as_many_parameters_as_is_said(name: str, parameters:
     assert found == pytest.approx(parameters, rel=1e-2 if parameters % 1_000_000 == 0 else 0, abs=0)
 
 
+def test_latent_experts_and_mtp_layers_of_a_public_model_are_counted() -> None:
+    shapes = family_from_config(PUBLIC["nemotron-3-super-120b"]).shapes()
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    mtp = sum(size for name, size in sizes.items() if name.startswith("mtp."))
+    # As published: without the MTP layers.
+    assert sum(sizes.values()) - mtp == pytest.approx(120_600_000_000, rel=1e-3)
+    latent, experts = 2 * 4096 * 1024, 512 * 2 * 1024 * 2688
+    assert sum(size for name, size in sizes.items() if "latent_proj" in name) == 41 * latent
+    assert sum(size for name, size in sizes.items() if ".experts." in name) == 41 * experts
+
+
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "nemotron-h-8b"])
 def test_public_models_are_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC[name]))
     command = ["plan", "--model", str(tmp_path), "--from", "tp=2,etp=2", "--to", "tp=2", "--json"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["model_bytes"] == pytest.approx(2 * PARAMETERS[name], rel=1e-2)
+
+
+def test_latent_experts_and_mtp_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The public model's first layers and a few of its experts; the engine leaves out the MTP layers."""
+    fewer = {"num_hidden_layers": 9, "hybrid_override_pattern": "MEMEMEM*E", "n_routed_experts": 24}
+    config = PUBLIC["nemotron-3-super-120b"] | fewer
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    meshes = ["--from", "tp=2,etp=2,pp=3,ep=2,dp=1", "--to", "tp=4"]
+    assert main(["plan", "--model", str(tmp_path), *meshes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    sizes = {name: math.prod(shape) for name, shape in family_from_config(config).shapes().items()}
+    assert found["model_bytes"] == 2 * (sum(sizes.values()) + 5 * 24)  # five routers' biases are in fp32
+    main_model = sum(size for name, size in sizes.items() if not name.startswith("mtp."))
+    projections = sum(size for name, size in sizes.items() if "backbone" in name and "latent_proj" in name)
+    assert found["proof"]["verdict"] == "proved"
+    assert found["proof"]["elements"] > main_model + 3 * projections  # each of four ranks has them whole
 
 
 def test_flags_say_all_that_a_model_is() -> None:
@@ -58,6 +85,15 @@ def test_flags_say_all_that_a_model_is() -> None:
         "--group-query-attention --num-query-groups 8 --position-embedding-type none --squared-relu "
         "--mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128"
     )
+    super_120b = PUBLIC["nemotron-3-super-120b"]
+    flags = " ".join(model_flags(super_120b))
+    assert flags.startswith(f"--hybrid-layer-pattern {super_120b['hybrid_override_pattern']}/*E --hidden-size 4096 ")
+    assert flags.endswith(
+        "--num-experts 512 --moe-router-topk 22 --moe-ffn-hidden-size 2688 --moe-latent-size 1024 "
+        "--moe-shared-expert-intermediate-size 5376 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 5.0"
+    )
+    assert "--mtp-num-layers" not in flags  # the pattern says it
     assert " ".join(model_flags(PUBLIC["qwen3-30b-a3b"])).endswith(
         "--swiglu --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"
     )

@@ -41,12 +41,19 @@ EXPERTS = CONFIG | {
     "moe_intermediate_size": 10,
     "moe_shared_expert_intermediate_size": 20,
 }
+LATENT = EXPERTS | {"moe_latent_size": 8}
+MTP = LATENT | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+TWO_MTP = CONFIG | {"num_nextn_predict_layers": 2, "mtp_layers_block_type": ["mamba", "mlp"]}
 CASES = {
     "alone": Case(TrainerMesh(), (0,), CONFIG),
     "tp2_etp2": Case(TrainerMesh(tp=2, etp=2), (0, 3), CONFIG),
     "etp3_tied": Case(TrainerMesh(etp=3), (2,), CONFIG | {"tie_word_embeddings": True}),
     "stages": Case(TrainerMesh(tp=2, pp=2), (1, 2), CONFIG),
     "experts_tp2_etp2_ep2": Case(TrainerMesh(tp=2, etp=2, ep=2, expert_etp=2), (1, 2), EXPERTS),
+    "latent_experts_etp3": Case(TrainerMesh(etp=3, expert_etp=3), (0, 2), LATENT),
+    "mtp_tp2_etp2_ep2": Case(TrainerMesh(tp=2, etp=2, ep=2, expert_etp=2), (1, 2), MTP),
+    "mtp_stages": Case(TrainerMesh(tp=2, pp=2, dp=2), (1, 6), MTP | {"tie_word_embeddings": True}),
+    "two_mtp_stages": Case(TrainerMesh(pp=2), (0, 1), TWO_MTP),
     "experts_expert_tp2": Case(TrainerMesh(tp=2, expert_tp=2, dp=2), (1, 2), EXPERTS),
 }
 
@@ -56,16 +63,44 @@ def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[s
     assert not verdicts[name], verdicts[name]
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS, MTP])
 def test_names_and_shapes_are_those_that_transformers_writes(config: dict[str, object], tmp_path: Path) -> None:
+    """It writes no MTP layers."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     family = family_from_config(config)
     theirs = shapes_written_by(NemotronHForCausalLM(NemotronHConfig(**family.config())), tmp_path)
-    assert dict(family.shapes()) == theirs
+    assert {name: shape for name, shape in family.shapes().items() if not name.startswith("mtp.")} == theirs
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
+def test_mtp_layers_are_named_as_in_published_checkpoints() -> None:
+    found = {name: shape for name, shape in family_from_config(MTP).shapes().items() if name.startswith("mtp.")}
+    outer = {
+        "mtp.layers.0.enorm.weight": (16,),
+        "mtp.layers.0.hnorm.weight": (16,),
+        "mtp.layers.0.eh_proj.weight": (16, 32),
+        "mtp.layers.1.final_layernorm.weight": (16,),
+    }
+    attention = {"q_proj": (24, 16), "k_proj": (12, 16), "v_proj": (12, 16), "o_proj": (16, 24)}
+    experts = {
+        "gate.weight": (4, 16),
+        "gate.e_score_correction_bias": (4,),
+        "fc1_latent_proj.weight": (8, 16),
+        "fc2_latent_proj.weight": (16, 8),
+        "shared_experts.up_proj.weight": (20, 16),
+        "shared_experts.down_proj.weight": (16, 20),
+    }
+    for expert in range(4):
+        experts |= {f"experts.{expert}.up_proj.weight": (10, 8), f"experts.{expert}.down_proj.weight": (8, 10)}
+    assert found == outer | {
+        "mtp.layers.0.norm.weight": (16,),
+        **{f"mtp.layers.0.mixer.{name}.weight": shape for name, shape in attention.items()},
+        "mtp.layers.1.norm.weight": (16,),
+        **{f"mtp.layers.1.mixer.{name}": shape for name, shape in experts.items()},
+    }
+
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS, LATENT, MTP, TWO_MTP])
 def test_what_is_read_is_what_is_written(config: dict[str, object]) -> None:
     family = family_from_config(config)
     assert family_from_config(family.config()).traits == family.traits
@@ -81,7 +116,7 @@ def test_all_names_of_a_layers_kind_are_understood() -> None:
 
 @pytest.mark.parametrize("transformer_engine", [False, True])
 def test_all_ranks_together_hold_the_whole_model_and_nothing_else(transformer_engine: bool) -> None:
-    family, mesh = family_from_config(EXPERTS), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2)
+    family, mesh = family_from_config(MTP), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2)
     options = TrainerOptions(fused_norms=transformer_engine, grouped_experts=transformer_engine)
     assert_whole(boxes_held(family, mesh, options), family.shapes())
 
@@ -113,12 +148,29 @@ def test_each_block_of_a_mixer_is_cut_on_its_own(name: str, parts: tuple[int, ..
         "decoder.layers.4.norm.weight",
         "decoder.layers.0.mixer.in_proj.bias",
         "decoder.final_layernorm.weight",
+        "decoder.layers.1.mlp.fc1_latent_proj.weight",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.mtp_model_layer.layers.0.mlp.router.weight",
     ],
 )
 def test_an_unmapped_parameter_is_named(name: str) -> None:
     shard = ParamShard(name=name, storage=name, shape=(24, 16), rows=(0, 24), held_shape=(24, 16), dtype="bfloat16")
     with pytest.raises(UnmappedParameterError, match=f"Megatron parameter {name}"):
         family_from_config(CONFIG).pieces(shard)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.layers.1.enorm.weight",
+        "mtp.layers.0.mtp_model_layer.layers.2.mlp.router.weight",
+        "mtp.layers.0.mtp_model_layer.layers.0.mlp.router.weight",
+    ],
+)
+def test_an_mtp_layer_too_many_or_of_another_kind_is_named(name: str) -> None:
+    shard = ParamShard(name=name, storage=name, shape=(4, 16), rows=(0, 4), held_shape=(4, 16), dtype="bfloat16")
+    with pytest.raises(UnmappedParameterError, match=f"Megatron parameter {name}"):
+        family_from_config(MTP).pieces(shard)
 
 
 def test_a_mixer_of_other_sizes_is_named() -> None:
@@ -133,8 +185,9 @@ def test_a_mixer_of_other_sizes_is_named() -> None:
     [
         ({"attention_bias": True, "mlp_bias": True}, "sets attention_bias, mlp_bias; of NemotronH only"),
         ({"use_conv_bias": False}, "sets use_conv_bias to false"),
-        ({"moe_latent_size": 8}, "sets moe_latent_size"),
-        ({"num_nextn_predict_layers": 1}, "sets num_nextn_predict_layers"),
+        (EXPERTS | {"moe_latent_size": -8}, "moe_latent_size is -8"),
+        ({"num_nextn_predict_layers": 1}, "mtp_layers_block_type or mtp_hybrid_override_pattern is None; known kinds"),
+        ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*X"}, "mtp_hybrid_override_pattern is \\*X;"),
         ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is MX; known kinds are M, "),
         ({"hybrid_override_pattern": None}, "hybrid_override_pattern is None"),
         ({"n_groups": 0}, "n_groups is 0"),

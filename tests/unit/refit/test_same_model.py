@@ -63,6 +63,14 @@ def test_an_architecture_with_the_same_tensors_and_other_answers_is_refused() ->
     check_same_model(trainer, LlamaConfig.from_dict(trainer), "TransformersForCausalLM")
 
 
+def test_an_engine_may_serve_a_hybrid_without_its_mtp_layers() -> None:
+    hybrid = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME", "moe_latent_size": 8}
+    trainer = hybrid | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*"}
+    check_same_model(trainer, NemotronHConfig.from_dict(hybrid))
+    with pytest.raises(ModelMismatchError, match="moe_latent_size is 8 in the trainer and None in the engine"):
+        check_same_model(trainer, NemotronHConfig.from_dict(hybrid | {"moe_latent_size": None}))
+
+
 def test_how_experts_are_scored_is_compared_where_the_engine_does_not_say() -> None:
     trainer = TRAINER | {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid"}
     check_same_model(trainer, DeepseekV3Config.from_dict(trainer))

@@ -77,8 +77,11 @@ HYBRID: dict[str, object] = {
     "vocab_size": 131,
     "max_position_embeddings": 64,
 }
+LATENT = HYBRID | {"moe_latent_size": 5, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
 CASES = {
     "hybrid_alone": (HYBRID, EngineMesh()),
+    "hybrid_latent_cut": (LATENT, EngineMesh(tp=4)),
+    "hybrid_latent_whole": (LATENT, EngineMesh(tp=2, dp=2, expert_parallel=True)),
     "hybrid_cut": (HYBRID, EngineMesh(tp=4)),
     "hybrid_stages_tied": (HYBRID | {"tie_word_embeddings": True}, EngineMesh(tp=2, pp=2, expert_parallel=True)),
     "hybrid_shared_experts_whole": (HYBRID, EngineMesh(tp=2, dp=2, expert_parallel=True)),
@@ -242,7 +245,8 @@ class HybridLoader(Loader):
         return {up: self.part(up, 0), down: self.part(down, 1)}
 
     def experts_of(self, prefix: str) -> dict[str, np.ndarray]:
-        gate = {prefix + name: self.dense[prefix + name] for name in ("gate.weight", "gate.e_score_correction_bias")}
+        names = ("gate.weight", "gate.e_score_correction_bias", "fc1_latent_proj.weight", "fc2_latent_proj.weight")
+        gate = {prefix + name: self.dense[prefix + name] for name in names if prefix + name in self.dense}
         mesh, group = self.mesh, self.mesh.tp * self.mesh.dp
         place = self.dp * mesh.tp + self.tp
         everyone = np.arange(6)
@@ -301,6 +305,7 @@ def test_every_parameter_of_every_rank_equals_one_cut_by_hand(name: str) -> None
         (DEEPSEEK, TrainerMesh(etp=3, pp=3, expert_etp=3), EngineMesh(tp=4)),
         (HYBRID, TrainerMesh(tp=2, etp=2, pp=2, ep=2), EngineMesh(tp=4, expert_parallel=True)),
         (HYBRID, TrainerMesh(etp=3, expert_etp=3), EngineMesh(tp=2, pp=2)),
+        (LATENT, TrainerMesh(tp=2, etp=2, pp=2, ep=2), EngineMesh(tp=2, dp=2, expert_parallel=True)),
     ],
 )
 def test_trainer_to_engine_is_planned_and_proved(
