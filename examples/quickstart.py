@@ -200,7 +200,7 @@ def push(folder: Path, server: Server, summary: Summary) -> None:
 def train_on(folder: Path, iterations: int, server: Server, summary: Summary) -> None:
     """Continue training from the checkpoint, and let the run push its new weights."""
     total = iterations + MORE_ITERATIONS
-    refit = ("--refit-engines", server.url, "--refit-interval", str(MORE_ITERATIONS))
+    refit = ("--refit-engines", server.url, "--refit-interval", str(total))  # the last step only
     resumed = ("--load", str(folder / "checkpoint"), "--override-opt_param-scheduler")
     command = training_command(folder, total, *resumed, *refit)
     for line in run(command, folder / "train_on.log"):
