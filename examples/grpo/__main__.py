@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -93,9 +94,10 @@ def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> I
     flags = (
         f"--seq-length {SHEET_LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
         f"--lr {rate:g} --min-lr {rate / 10:g} --lr-decay-style cosine --lr-warmup-iters {min(40, iterations // 4)} "
-        f"--split 100,0,0 --data-path {folder / 'sheet'} --data-cache-path {folder / 'cache'} "
-        f"--save {folder / 'checkpoint'} --save-interval {iterations} --no-save-optim --no-save-rng"
-    )
+        f"--split 100,0,0 --save-interval {iterations} --no-save-optim --no-save-rng"
+    ).split()
+    flags += ["--data-path", str(folder / "sheet"), "--data-cache-path", str(folder / "cache")]
+    flags += ["--save", str(folder / "checkpoint")]
     for line in run(training(options, "examples/pretrain_gpt.py", iterations, flags), folder / "read.log"):
         if f"/{iterations:8d} |" in line:
             loss = float(line.partition("lm loss: ")[2].split()[0])
@@ -105,8 +107,8 @@ def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> I
 
 def push_checkpoint(folder: Path, url: str) -> None:
     """Push the pretrained weights to a server."""
-    flags = f"--load {folder / 'checkpoint'} --engines {url}"
-    for _ in run(torchrun(1, "-m", "megatron_patches.refit", "push", *flags.split()), folder / "reference.log"):
+    flags = ["--load", str(folder / "checkpoint"), "--engines", url]
+    for _ in run(torchrun(1, "-m", "megatron_patches.refit", "push", *flags), folder / "reference.log"):
         pass
 
 
@@ -122,14 +124,15 @@ def train(
     flags = (
         f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
         f"--lr {rate:g} --min-lr {rate / 5:g} --lr-warmup-iters 4 --lr-decay-style linear --seed {GRPO_SEED} "
-        f"--calculate-per-token-loss --dataloader-type external --finetune --load {folder / 'checkpoint'} "
-        f"--grpo-prompts {folder / 'train.jsonl'} --grpo-samples {SAMPLES} "
-        f"--grpo-held-out {folder / 'held_out.jsonl'} --grpo-tokens 6 --grpo-log {log} "
+        f"--calculate-per-token-loss --dataloader-type external --finetune --grpo-samples {SAMPLES} --grpo-tokens 6 "
         f"--grpo-lag {int(options.asynchronous)} --refit-wait --refit-pause {options.pause} "
-        f"--refit-interval {options.steps + 1 if stale else 1} --refit-engines {' '.join(urls)} {options.flags}"
-    )
+        f"--refit-interval {options.steps + 1 if stale else 1} --refit-engines {' '.join(urls)}"
+    ).split()
+    flags += ["--load", str(folder / "checkpoint"), "--grpo-log", str(log)]
+    flags += ["--grpo-prompts", str(folder / "train.jsonl"), "--grpo-held-out", str(folder / "held_out.jsonl")]
+    flags += shlex.split(options.flags)
     if reference:
-        flags += f" --grpo-reference {reference} --grpo-kl {options.kl}"
+        flags += ["--grpo-reference", reference, "--grpo-kl", str(options.kl)]
     reader = Reader(log)
     for line in run(training(options, "examples/grpo/train.py", options.steps, flags), folder / f"{name}.txt"):
         if "until it answers again" in line or "answers again, and takes part" in line:
@@ -139,13 +142,11 @@ def train(
             yield step
 
 
-def training(options: argparse.Namespace, script: str, iterations: int, flags: str) -> list[str]:
+def training(options: argparse.Namespace, script: str, iterations: int, flags: Sequence[str]) -> list[str]:
     """Command line that runs a Megatron script on this machine."""
     model = megatron_flags(options.config, options.device)
     common = f"--etp-size {min(2, options.ranks)} --train-iters {iterations}"
-    return torchrun(
-        options.ranks, "-m", "megatron_patches", str(ROOT / script), *model, *common.split(), *flags.split()
-    )
+    return torchrun(options.ranks, "-m", "megatron_patches", str(ROOT / script), *model, *common.split(), *flags)
 
 
 def parse() -> argparse.Namespace:
