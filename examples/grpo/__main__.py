@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -42,6 +43,9 @@ SHEETS = {"cpu": 64, "cuda": 256}  # sequences of a pretraining step, by device
 SAMPLES, PROMPTS = 8, 16
 # Adam's learning rates, divided by the hidden size: https://arxiv.org/abs/2203.03466
 PRETRAINING_RATE, GRPO_RATE = 0.384, 0.064
+# Samples of the weights that they train have ratios of 1, which no clip changes. Without pushes, a clip of 0.2 would
+# hold the trainer close to the engine, which hides that pushes are missing.
+CLIP = 1.0
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,10 +97,11 @@ def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> I
     flags = (
         f"--seq-length {SHEET_LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
         f"--lr {rate:g} --min-lr {rate / 10:g} --lr-decay-style cosine --lr-warmup-iters {min(40, iterations // 4)} "
-        f"--split 100,0,0 --data-path {folder / 'sheet'} --data-cache-path {folder / 'cache'} "
-        f"--save {folder / 'checkpoint'} --save-interval {iterations} --no-save-optim --no-save-rng"
+        f"--split 100,0,0 --save-interval {iterations} --no-save-optim --no-save-rng"
     )
-    for line in run(training(options, "examples/pretrain_gpt.py", iterations, flags), folder / "read.log"):
+    files = {"data-path": folder / "sheet", "data-cache-path": folder / "cache", "save": folder / "checkpoint"}
+    command = training(options, "examples/pretrain_gpt.py", iterations, flags.split(), files)
+    for line in run(command, folder / "read.log"):
         if f"/{iterations:8d} |" in line:
             loss = float(line.partition("lm loss: ")[2].split()[0])
             progress.update(task, advance=1, note=f"loss {loss:.3f}")
@@ -105,8 +110,8 @@ def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> I
 
 def push_checkpoint(folder: Path, url: str) -> None:
     """Push the pretrained weights to a server."""
-    flags = f"--load {folder / 'checkpoint'} --engines {url}"
-    for _ in run(torchrun(1, "-m", "megatron_patches.refit", "push", *flags.split()), folder / "reference.log"):
+    flags = ("--load", str(folder / "checkpoint"), "--engines", url)
+    for _ in run(torchrun(1, "-m", "megatron_patches.refit", "push", *flags), folder / "reference.log"):
         pass
 
 
@@ -122,16 +127,23 @@ def train(
     flags = (
         f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
         f"--lr {rate:g} --min-lr {rate / 5:g} --lr-warmup-iters 4 --lr-decay-style linear --seed {GRPO_SEED} "
-        f"--calculate-per-token-loss --dataloader-type external --finetune --load {folder / 'checkpoint'} "
-        f"--grpo-prompts {folder / 'train.jsonl'} --grpo-samples {SAMPLES} "
-        f"--grpo-held-out {folder / 'held_out.jsonl'} --grpo-tokens 6 --grpo-log {log} "
-        f"--grpo-lag {int(options.asynchronous)} --refit-wait --refit-pause {options.pause} "
-        f"--refit-interval {options.steps + 1 if stale else 1} --refit-engines {' '.join(urls)} {options.flags}"
+        f"--calculate-per-token-loss --dataloader-type external --finetune "
+        f"--grpo-samples {SAMPLES} --grpo-tokens 6 --grpo-clip {CLIP} --grpo-lag {int(options.asynchronous)} "
+        f"--refit-wait --refit-pause {options.pause} --refit-interval {options.steps + 1 if stale else 1} "
+        f"--refit-engines {' '.join(urls)}"
     )
     if reference:
         flags += f" --grpo-reference {reference} --grpo-kl {options.kl}"
+    files = {
+        "load": folder / "checkpoint",
+        "grpo-prompts": folder / "train.jsonl",
+        "grpo-held-out": folder / "held_out.jsonl",
+        "grpo-log": log,
+    }
+    more = [*flags.split(), *shlex.split(options.flags)]
+    command = training(options, "examples/grpo/train.py", options.steps, more, files)
     reader = Reader(log)
-    for line in run(training(options, "examples/grpo/train.py", options.steps, flags), folder / f"{name}.txt"):
+    for line in run(command, folder / f"{name}.txt"):
         if "until it answers again" in line or "answers again, and takes part" in line:
             progress.console.print(line.strip()[:200], highlight=False)
         if (step := reader.line(line)) is not None:
@@ -139,13 +151,15 @@ def train(
             yield step
 
 
-def training(options: argparse.Namespace, script: str, iterations: int, flags: str) -> list[str]:
-    """Command line that runs a Megatron script on this machine."""
+def training(
+    options: argparse.Namespace, script: str, iterations: int, flags: Sequence[str], files: Mapping[str, Path]
+) -> list[str]:
+    """Command line that runs a Megatron script on this machine; ``files`` are flags, too, and may have spaces."""
     model = megatron_flags(options.config, options.device)
     common = f"--etp-size {min(2, options.ranks)} --train-iters {iterations}"
-    return torchrun(
-        options.ranks, "-m", "megatron_patches", str(ROOT / script), *model, *common.split(), *flags.split()
-    )
+    named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    start = torchrun(options.ranks, "-m", "megatron_patches", str(ROOT / script))
+    return [*start, *model, *common.split(), *named, *flags]
 
 
 def parse() -> argparse.Namespace:
