@@ -152,7 +152,7 @@ def plot(runs: Mapping[str, Sequence[Step]], file: Path) -> None:
         measured = [(step.number, step.held_out) for step in steps if step.held_out is not None]
         if measured:
             rewards.plot(*zip(*measured, strict=True), "o--", color=line.get_color(), label=f"{name}: held out", ms=4)
-        kl.plot(numbers, [step.kl for step in steps], label=f"{name}: at most {max(step.kl for step in steps):.0e}")
+        kl.plot(numbers, [step.kl for step in steps], label=f"{name}: at most {max(step.kl for step in steps):.1e}")
     rewards.set(title="reward and held-out accuracy", xlabel="step", ylim=(0, 1.02))
     kl.set(title="KL(engine || trainer)", xlabel="step", ylabel="nats per token")
     steps = next(iter(runs.values()))
