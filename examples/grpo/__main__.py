@@ -126,8 +126,8 @@ def train(
     task = progress.add_task(name, total=options.steps, note=f"starting {options.ranks} process(es)")
     flags = (
         f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
-        f"--lr {rate:g} --min-lr {rate / 5:g} --lr-warmup-iters 4 --lr-decay-style linear --seed {GRPO_SEED} "
-        f"--calculate-per-token-loss --dataloader-type external --finetune "
+        f"--lr {rate:g} --min-lr {rate / 5:g} --lr-warmup-iters {min(4, options.steps - 1)} --lr-decay-style linear "
+        f"--seed {GRPO_SEED} --calculate-per-token-loss --dataloader-type external --finetune "
         f"--grpo-samples {SAMPLES} --grpo-tokens 6 --grpo-clip {CLIP} --grpo-lag {int(options.asynchronous)} "
         f"--refit-wait --refit-pause {options.pause} --refit-interval {options.steps + 1 if stale else 1} "
         f"--refit-engines {' '.join(urls)}"
