@@ -32,7 +32,8 @@ class Machine:
         copy_engine_cost: share of the time of hidden traffic by which it slows down the compute beside it.
         c10d_cost: that share for NCCL's kernels.
         host_per_layer: seconds in which the host enqueues a layer's forward and backward.
-        host_per_etp_layer: seconds that ETP adds to that.
+        host_per_tp_layer: seconds that tensor parallelism adds to that.
+        host_per_etp_layer: seconds that ETP adds.
         host_per_ring_layer: seconds that the ring of context parallelism adds.
     """
 
@@ -44,6 +45,7 @@ class Machine:
     copy_engine_cost: float = 0.3
     c10d_cost: float = 0.6
     host_per_layer: float = 5e-3
+    host_per_tp_layer: float = 2.5e-3
     host_per_etp_layer: float = 5e-3
     host_per_ring_layer: float = 8e-3
 
@@ -82,6 +84,7 @@ def step_seconds(model: Model, layout: Layout, training: Training, machine: Mach
     hidden = added + max(0.0, beside - compute)
     etp = layout.etp * layout.expert_etp > 1
     enqueuing = machine.host_per_layer
+    enqueuing += machine.host_per_tp_layer if layout.tp > 1 else 0.0
     enqueuing += machine.host_per_etp_layer if etp else 0.0
     enqueuing += machine.host_per_ring_layer if layout.cp > 1 else 0.0
     host = max(0.0, model.shape.layers // layout.pp * enqueuing - (compute + exposed + hidden))
@@ -113,7 +116,9 @@ def calibrated(machine: Machine, predict: Callable[[Machine], float], measured_s
             traffic and optimizer alone are, arithmetic counts as all but free.
     """
     if predict(replace(machine, flops_per_s=_FREE)) > measured_s:
-        machine = replace(machine, host_per_layer=0.0, host_per_etp_layer=0.0, host_per_ring_layer=0.0)
+        machine = replace(
+            machine, host_per_layer=0.0, host_per_tp_layer=0.0, host_per_etp_layer=0.0, host_per_ring_layer=0.0
+        )
     low, high = 1e6, _FREE
     for _ in range(_BISECTIONS):
         middle = (low * high) ** 0.5

@@ -98,6 +98,7 @@ def table(steps: Sequence[Step], title: str) -> Table:
         found.add_row("accuracy on held-out prompts, first and last", f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
     kl = [step.kl for step in steps]
     found.add_row("KL(engine || trainer), median, largest, last", f"{median(kl):.1e}, {max(kl):.1e}, {kl[-1]:.1e}")
+    found.add_row("KL(engine || trainer), mean of each third", ", ".join(f"{fmean(part):.1e}" for part in _thirds(kl)))
     if steps[-1].kl_reference is not None:
         found.add_row("KL(trainer || reference), last", f"{steps[-1].kl_reference:.1e}")
     lags, engines = Counter[str](), dict[str, Counter[int]]()
@@ -115,6 +116,12 @@ def table(steps: Sequence[Step], title: str) -> Table:
         spent = sum(step.seconds[phase] for step in steps)
         found.add_row(f"seconds per step to {phase}", f"{spent / len(steps):.3f}, {spent / seconds:.0%} of all")
     return found
+
+
+def _thirds(values: Sequence[float]) -> list[Sequence[float]]:
+    """Values of the beginning, the middle and the end of a run, in this order; fewer if there are fewer values."""
+    size = -(-len(values) // 3)
+    return [values[at : at + size] for at in range(0, len(values), size)]
 
 
 def _lag(step: int, versions: Sequence[int]) -> str:
@@ -145,7 +152,7 @@ def plot(runs: Mapping[str, Sequence[Step]], file: Path) -> None:
         measured = [(step.number, step.held_out) for step in steps if step.held_out is not None]
         if measured:
             rewards.plot(*zip(*measured, strict=True), "o--", color=line.get_color(), label=f"{name}: held out", ms=4)
-        kl.semilogy(numbers, [max(step.kl, 1e-12) for step in steps], label=name)
+        kl.plot(numbers, [step.kl for step in steps], label=f"{name}: at most {max(step.kl for step in steps):.1e}")
     rewards.set(title="reward and held-out accuracy", xlabel="step", ylim=(0, 1.02))
     kl.set(title="KL(engine || trainer)", xlabel="step", ylabel="nats per token")
     steps = next(iter(runs.values()))

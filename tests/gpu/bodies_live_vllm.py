@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_patches.refit import AdapterPublisher, Fate, KVScales, RefitOptions
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engines import HttpEngine, SleepMode
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.export import ExportOptions, export_checkpoint
@@ -110,6 +111,15 @@ class Trainer:
                 content.copy_(content.roll(number - self._number))
         self._number = number
 
+    def change(self, share: float, seed: int) -> None:
+        """Double or halve some of the elements."""
+        with torch.no_grad():
+            for live in describe_model([self._model.module]):
+                bits = live.memory[: live.shard.as_storage().logical_numel].view(torch.int16)
+                generator = torch.Generator(bits.device).manual_seed(seed)
+                chosen = torch.rand(bits.shape, generator=generator, device=bits.device) < share
+                bits ^= chosen.to(torch.int16) << 7  # the lowest bit of the exponent
+
     def export(self, path: str, weight_format: WeightFormat) -> None:
         options = ExportOptions(weight_format=weight_format)
         export_checkpoint([self._model.module], path, vocab_size=self._vocab_size, options=options)
@@ -159,6 +169,25 @@ def push(
             session.push(version, kv_scales=scales)
             found.append(After(state_of(server), before, trainer.kl(url)))
     return found
+
+
+def push_changes(
+    rank: int, world_size: int, config: dict[str, Any], url: str, shares: Sequence[float], path: str
+) -> tuple[list[int], State]:
+    """Pushes a version, and after each change of a share of its elements what has changed; saves the last to ``path``.
+
+    Returns:
+        Bytes of each push, and what the server holds and answers at the end.
+    """
+    del rank, world_size
+    trainer, server, sent = Trainer(config), VllmServer(url, Path()), []
+    with contextlib.closing(trainer.session(url, {"payload": PayloadKind.DELTA})) as session:
+        session.prepare()
+        for version, share in enumerate((0.0, *shares), 1):
+            trainer.change(share, version)
+            sent.append(session.push(version).nbytes)
+    trainer.export(path, WeightFormat.TRAINED)
+    return sent, state_of(server)
 
 
 def _memory() -> float:

@@ -1,4 +1,4 @@
-"""A trainer pushes into vLLM servers on the same GPU, with CUDA graphs and the kernels that vLLM chooses there.
+"""A trainer pushes into vLLM servers on this machine's GPUs, with CUDA graphs and the kernels that vLLM chooses there.
 
 The oracle is a server that was started from the checkpoint of the same weights: its parameters, log-probabilities and
 completions must be found, bit by bit, in one that got them by a push.
@@ -228,6 +228,25 @@ def test_kv_scales_of_a_version_are_those_of_a_checkpoint(servers: Servers, tmp_
     found = push(DENSE, server, pushes, weight_format=WeightFormat.FP8_BLOCK)
     for number, after in zip((0, 1, 0, 0), found, strict=True):
         assert after.state == wanted[number]
+
+
+@pytest.mark.timeout(240)
+def test_a_server_that_receives_only_changes_holds_and_answers_what_a_fresh_one_does(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """1 % and then 30 % of all elements; an element that only the first push brought is compared as well.
+
+    With two GPUs, one trains and the other serves.
+    """
+    first, last = tmp_path / "model_0", tmp_path / "model_1"
+    export(LARGE, WeightFormat.TRAINED, {first: 0})
+    server = servers.start(first, load="dummy", variables={"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)})
+    args = (LARGE, server.url, (0.01, 0.3), str(last))
+    (((whole, some, more), found),) = run_megatron(bodies.push_changes, 1, BACKEND, LIMIT_S, args=args)
+    print(f"MB of a whole version, of 1 % and of 30 %: {whole / 1e6:.1f}, {some / 1e6:.1f}, {more / 1e6:.1f}")  # noqa: T201
+    assert found == servers.fresh(last)
+    assert some < 0.1 * whole
+    assert some < more < 0.4 * whole
 
 
 @pytest.mark.timeout(240)

@@ -80,14 +80,19 @@ def steps_of(log: Path) -> list[Step]:
     return [Step(entry["step"], entry["samples"]) for entry in entries]
 
 
+def rows(printed: str, name: str) -> list[str]:
+    """What the printed tables say in the row whose name ends so, a table each."""
+    return re.findall(rf"{re.escape(name)} *\u2502 (.*?) *\u2502", printed)
+
+
 def final_reward(steps: Sequence[Step]) -> float:
     return sum(step.reward for step in steps[-5:]) / 5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all of these tests write; the first one to run pretrains. Its name has a space, as a user's may."""
-    return tmp_path_factory.mktemp("grpo out")
+    """Where all of these tests write; the first one to run pretrains. Its name has spaces, as a user's may."""
+    return tmp_path_factory.mktemp("a folder of grpo")
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +113,10 @@ def test_reward_rises_with_pushes_and_without_them_it_does_not(folder: Path, pri
     assert [step.versions for step in with_pushes] == [{step} for step in range(STEPS)]
     assert [step.versions for step in without] == [{0}] * STEPS
     assert (folder / "grpo.png").stat().st_size > 10_000
-    grown, rounding = (
-        float(line.split("\u2502")[-2].split(",")[1])
-        for line in reversed(printed.splitlines())
-        if "median, largest, last" in line
-    )
-    assert rounding < 1e-5
-    assert grown > 1e-2
+    rounding, grown = ([float(number) for number in row.split(", ")] for row in rows(printed, "mean of each third"))
+    assert max(rounding) < 1e-5
+    first, second, last = grown
+    assert 1e-2 < first < 0.5 * second < 0.5 * last
 
 
 @pytest.mark.usefixtures("printed")  # it has pretrained
@@ -146,6 +148,13 @@ def test_sampling_ahead_from_two_servers_outlives_one_which_is_restarted_and_ser
     pushed = re.findall(r"refit: version (\d+) sent, .* served ", (folder / "grpo.txt").read_text())
     assert list(map(int, pushed)) == list(range(steps + 1))
     assert final_reward(logged) > logged[0].reward + 0.2
+    # The table says who served which version.
+    for engine in both:
+        (row,) = rows(done.stdout, f"samples from {engine}")
+        ranges = [tuple(map(int, ends)) for ends in re.findall(r"(\d+) to (\d+)", row)]
+        served = {sample["versions"][0] for step in logged for sample in step.samples if sample["engine"] == engine}
+        assert {version for first, last in ranges for version in range(first, last + 1)} == served
+        assert len(ranges) == (2 if engine == killed else 1)
 
 
 SERVER = """
@@ -222,12 +231,13 @@ def train(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> subp
     flags = (
         f"--seq-length {LENGTH} --micro-batch-size {8 // ranks} --global-batch-size 8 --lr 1e-3 "
         f"--train-iters 2 --dataloader-type external --calculate-per-token-loss --refit-wait --refit-timeout 120 "
-        f"--grpo-tokens 6 --grpo-prompts {prompts}"
+        "--grpo-tokens 6"
     )
+    asked = ["--grpo-prompts", str(prompts)]
     engine = ["--refit-engines", *url] if url else []
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatron_patches")
     model = megatron_flags(MODEL, "cpu")
-    return run(*launcher, "examples/grpo/train.py", *model, *flags.split(), *engine, *more)
+    return run(*launcher, "examples/grpo/train.py", *model, *flags.split(), *asked, *engine, *more)
 
 
 @pytest.mark.usefixtures("printed")  # it has pretrained
@@ -237,11 +247,11 @@ def test_weight_of_kl_counts_in_the_loss_and_keeps_the_model_near_its_reference(
     for weight in weights:
         log = folder / f"kl_{weight}.jsonl"
         more = (
-            f"--finetune --load {folder / 'checkpoint'} --train-iters 10 --micro-batch-size 64 --global-batch-size 64 "
-            f"--lr 3e-4 --lr-decay-style constant --grpo-log {log} "
-            f"--grpo-reference {servers.reference} --grpo-kl {weight}"
+            "--finetune --train-iters 10 --micro-batch-size 64 --global-batch-size 64 --lr 3e-4 "
+            f"--lr-decay-style constant --grpo-reference {servers.reference} --grpo-kl {weight}"
         )
-        done = train(folder / "train.jsonl", [servers.url], *more.split())
+        files = ("--load", str(folder / "checkpoint"), "--grpo-log", str(log))
+        done = train(folder / "train.jsonl", [servers.url], *more.split(), *files)
         assert done.returncode == 0, done.stdout + done.stderr
         # Another thread may print before the end of a line.
         values = re.findall(r"grpo loss: (\S+) .*?kl reference: (\S+) ", done.stdout, re.DOTALL)

@@ -87,6 +87,22 @@ def test_table_shows_which_versions_each_engine_served() -> None:
     assert "35.7%, versions 0 to 1, 5 to 5, 7 to 8 " in text
 
 
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "1.0e+00, 4.0e+00, 6.0e+00"),  # three, three and one
+        ([0.5, 0.25], "5.0e-01, 2.5e-01"),
+    ],
+)
+def test_table_shows_whether_the_kl_grows(values: list[float], shown: str) -> None:
+    console = Console(record=True, width=120)
+    seconds = dict.fromkeys(PHASES, 0.1)
+    steps = [Step(number, 0.5, kl, None, None, seconds, Counter()) for number, kl in enumerate(values)]
+    console.print(table(steps, "title"))
+    (row,) = [line for line in console.export_text().splitlines() if "mean of each third" in line]
+    assert row.split("\u2502")[2].strip() == shown
+
+
 def test_plot_is_drawn(tmp_path: Path) -> None:
     steps = read(tmp_path)
     plot({"with": steps, "without": steps}, tmp_path / "plot.png")
