@@ -22,10 +22,10 @@ from megatron_patches.refit.hf_refusals import (
     vocabulary_refusals,
 )
 from megatron_patches.refit.source import rules
-from megatron_patches.refit.source.config_fields import check_given, count, flag, integer, number
+from megatron_patches.refit.source.config_fields import check_given, count, flag, integer
 from megatron_patches.refit.source.experts import sigmoid_router, sigmoid_router_from_config
 from megatron_patches.refit.source.family import Declaration
-from megatron_patches.refit.source.llama import LlamaFamily, common_config
+from megatron_patches.refit.source.llama import LlamaFamily, common_config, traits_from_config
 from megatron_patches.refit.source.params import Cut, Weight, alike, feed_forward, mtp_parts
 from megatron_patches.refit.source.traits import LatentTraits, ModelTraits, RouterTraits
 
@@ -174,8 +174,6 @@ def _read(model: torch.nn.Module, vocab_size: int) -> DeepseekV3Family:
         num_layers=config.num_layers,
         num_kv_heads=config.num_attention_heads,
         head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim,
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=config.num_moe_experts,
         experts_per_token=config.moe_router_topk,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
@@ -217,18 +215,10 @@ def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
         )
     nope, rope = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     heads, width = integer(config, "num_attention_heads"), integer(config, "moe_intermediate_size")
-    traits = ModelTraits(
-        num_layers=integer(config, "num_hidden_layers"),
-        hidden_size=integer(config, "hidden_size"),
-        ffn_hidden_size=integer(config, "intermediate_size"),
-        num_heads=heads,
+    traits = replace(
+        traits_from_config(config),
         num_kv_heads=heads,
         head_dim=nope + rope,
-        vocab_size=integer(config, "vocab_size"),
-        max_positions=integer(config, "max_position_embeddings"),
-        tied_embeddings=flag(config, "tie_word_embeddings"),
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=integer(config, "n_routed_experts"),
         experts_per_token=integer(config, "num_experts_per_tok"),
         moe_ffn_hidden_size=width,
@@ -245,8 +235,6 @@ def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
         ),
         mtp_layers=count(config, "num_nextn_predict_layers"),
         norm_topk_prob=flag(config, "norm_topk_prob", True),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope_base=number(config, "rope_theta", 10000.0),
     )
     return DeepseekV3Family(traits)
 

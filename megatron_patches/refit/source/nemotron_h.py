@@ -12,6 +12,7 @@ their own: the first has what combines the embedding and the hidden state, and t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.config_fields import check_given, count, flag, integer, number
 from megatron_patches.refit.source.experts import sigmoid_router, sigmoid_router_from_config
 from megatron_patches.refit.source.family import Declaration, ModelFamily
+from megatron_patches.refit.source.llama import traits_from_config
 from megatron_patches.refit.source.params import Cut, Weight, alike, attention, feed_forward, mtp_parts
 from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import MambaTraits, ModelTraits, RouterTraits
@@ -220,8 +222,6 @@ def _read(model: torch.nn.Module, vocab_size: int) -> NemotronHFamily:
         mtp_layer_kinds=tuple(_KINDS[letter] for letter in mtp[0]) if mtp else (),
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=config.num_moe_experts if experts else 0,
         experts_per_token=config.moe_router_topk if experts else 0,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else 0,
@@ -259,23 +259,13 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
             "layers (layers_block_type or hybrid_override_pattern)"
         )
     experts = "experts" in kinds + mtp_kinds
-    heads = integer(config, "num_attention_heads")
-    traits = ModelTraits(
-        num_layers=len(kinds),
+    traits = replace(
+        traits_from_config({**config, "num_hidden_layers": len(kinds)}),
         layer_kinds=kinds,
         mtp_layers=mtp_layers,
         mtp_layer_kinds=mtp_kinds,
-        hidden_size=integer(config, "hidden_size"),
-        ffn_hidden_size=integer(config, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=integer(config, "num_key_value_heads", heads),
         # Published configurations of the first models use the longer name.
         head_dim=integer(config, "head_dim" if "head_dim" in config else "attention_head_dim"),
-        vocab_size=integer(config, "vocab_size"),
-        max_positions=integer(config, "max_position_embeddings"),
-        tied_embeddings=flag(config, "tie_word_embeddings"),
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=integer(config, "n_routed_experts") if experts else 0,
         experts_per_token=integer(config, "num_experts_per_tok") if experts else 0,
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size") if experts else 0,
