@@ -138,6 +138,7 @@ def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) 
                 _change(rng, memory, share)
                 sender.renew(memory)
                 sender.relate_to(kept.base if payload is PayloadKind.DELTA else None)
+                pipe.send("changed")
                 pipe.recv()
                 before = time.process_time()
                 with closing(sender):
@@ -173,6 +174,7 @@ def _destination(pipe: Connection, results: Connection, mebibytes: int, repeats:
             for payload in _turns(share, repeats):
                 version += 1
                 unpacker.begin(version, arriving, Base(version - 1, serving))
+                pipe.recv()  # the source has changed its weights
                 pipe.send("go")
                 began, before = time.perf_counter(), time.process_time()
                 with closing(unpacker):

@@ -100,7 +100,12 @@ class _HostBase:
 
     def pack(self, load: Load, batch: Batch, payload: Payload) -> tuple[Pending[list[int]], Pending[Delta | None]]:
         digests = self._port.pack(batch, payload)
-        changed = encode(host_bytes(payload), self._packed(load, batch), load.width)
+        spots = self._base.places(batch)
+        if len(spots) == 1 and spots[0].view.contiguous:
+            base = host_bytes(spots[0].payload())
+        else:
+            base = self._packed(load, batch)
+        changed = encode(host_bytes(payload), base, load.width)
         return digests, Done(None if changed is None else Delta(self.version, changed))
 
     def unpack(self, load: Load, batch: Batch, payload: Payload, changed: int) -> Pending[None]:

@@ -11,7 +11,7 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_part, make_plan
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest, is_left_out
@@ -67,7 +67,7 @@ class Cluster:
 
 
 def describe_cluster(
-    family: PlannableFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
+    family: ModelFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
 ) -> Cluster:
     """Describes every rank of both sides.
 

@@ -8,6 +8,7 @@ whichever is less. Neither says anything about values: elements are bit patterns
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, cast
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16  # elements at a time: temporaries stay in a core's cache; a multiple of 8, so that bitmaps are whole
+_WORD = 8
 _INDEX_BYTES = 4
 
 
@@ -136,7 +138,7 @@ def delta_of(base: int, changed: int, count: int, width: int) -> Delta | None:
 
 
 def encode(elements: Bytes, base: Bytes, width: int) -> int | None:
-    """Replaces the elements of a load by those that changed, at the start of ``elements``. Overwrites ``base``.
+    """Replaces the elements of a load by those that changed, at the start of ``elements``.
 
     Args:
         elements: all elements of the new version; aligned to them.
@@ -147,29 +149,60 @@ def encode(elements: Bytes, base: Bytes, width: int) -> int | None:
         The number of changed elements. None if they would not take less memory; ``elements`` is then as it was.
     """
     new, old = elements.view(f"u{width}"), base.view(f"u{width}")
-    differs = base[: new.size].view(np.bool_)  # over elements that have been compared already
-    changed = 0
-    for low in range(0, new.size, _CHUNK):
-        chunk = slice(low, low + _CHUNK)
-        differs[chunk] = new[chunk] != old[chunk]
-        changed += int(np.count_nonzero(differs[chunk]))
-    if delta_bytes(changed, new.size, width) >= elements.size:
-        return None
-    places: list[NDArray[np.uint32]] = []
-    done = 0
-    for low in range(0, new.size, _CHUNK):
-        found = np.flatnonzero(differs[low : low + _CHUNK])
-        new[done : done + found.size] = new[low : low + _CHUNK][found]
-        done += found.size
-        if is_indexed(changed, new.size):
-            places.append((found + low).astype(np.uint32))
-    elements[changed * width : places_at(changed, width)] = 0
-    where = elements[places_at(changed, width) : delta_bytes(changed, new.size, width)]
-    if is_indexed(changed, new.size):
-        where.view(np.uint32)[...] = np.concatenate(places)
+    places = _changed_places(new, old)
+    if places is not None:
+        changed, where = places.size, places.view(np.uint8)
     else:
-        where[...] = np.packbits(differs)
+        changed, where = _changes_mapped(new, old)
+    size = delta_bytes(changed, new.size, width)
+    if size >= elements.size:
+        return None
+    if places is not None:
+        new[:changed] = new[places]
+    else:
+        done = 0
+        for low, found in _marked(where, new.size):
+            new[done : done + found.size] = new[low : low + _CHUNK][found]
+            done += found.size
+    elements[changed * width : places_at(changed, width)] = 0
+    elements[places_at(changed, width) : size] = where
     return changed
+
+
+def _changed_places(new: Bits, old: Bits) -> NDArray[np.uint32] | None:
+    """Where elements differ; None as soon as there are so many that a bitmap is less.
+
+    Words of 8 bytes are compared first: most are equal, unless a bitmap is less.
+    """
+    word = _WORD if new.nbytes % _WORD == 0 else new.itemsize
+    each = word // new.itemsize
+    these, those = new.view(f"u{word}"), old.view(f"u{word}")
+    places, changed = [np.zeros(0, dtype=np.uint32)], 0
+    for low in range(0, these.size, _CHUNK):
+        words = np.flatnonzero(these[low : low + _CHUNK] != those[low : low + _CHUNK]) + low
+        found = np.flatnonzero(these[words].view(new.dtype) != those[words].view(new.dtype))
+        changed += found.size
+        if not is_indexed(changed, new.size):
+            return None
+        places.append((words[found // each] * each + found % each).astype(np.uint32))
+    return np.concatenate(places)
+
+
+def _changes_mapped(new: Bits, old: Bits) -> tuple[int, Bytes]:
+    """The number of elements that differ, and a bitmap of them."""
+    bitmap, changed = np.empty(-(-new.size // 8), dtype=np.uint8), 0
+    for low in range(0, new.size, _CHUNK):
+        differs = new[low : low + _CHUNK] != old[low : low + _CHUNK]
+        changed += int(np.count_nonzero(differs))
+        bitmap[low // 8 : (low + _CHUNK) // 8] = np.packbits(differs)
+    return changed, bitmap
+
+
+def _marked(bitmap: Bytes, count: int) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    """For each chunk of ``count`` elements: its first, and which of its elements a bitmap marks."""
+    for low in range(0, count, _CHUNK):
+        bits = np.unpackbits(bitmap[low // 8 : (low + _CHUNK) // 8], count=min(_CHUNK, count - low))
+        yield low, np.flatnonzero(bits.view(np.bool_))
 
 
 def decode(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
@@ -209,12 +242,9 @@ def _put_indexed(values: Bits, places: NDArray[np.uint32], into: Bits) -> None:
 def _put_mapped(values: Bits, bitmap: Bytes, into: Bits) -> None:
     marked = int(np.count_nonzero(np.unpackbits(bitmap[-1:])[(into.size - 1) % 8 + 1 :]))  # beyond the last element
     done = 0
-    for low in range(0, into.size, _CHUNK):
-        size = min(_CHUNK, into.size - low)
-        bits = np.unpackbits(bitmap[low // 8 : -(-(low + size) // 8)], count=size)
-        places = np.flatnonzero(bits.view(np.bool_))  # faster than the mask itself
+    for low, places in _marked(bitmap, into.size):
         if done + places.size <= values.size:
-            into[low : low + size][places] = values[done : done + places.size]
+            into[low : low + _CHUNK][places] = values[done : done + places.size]
         done += places.size
     if marked or done != values.size:
         raise TransferError(f"a bitmap marks {done + marked} of {into.size} elements as changed; {values.size} came")

@@ -12,7 +12,7 @@ from megatron_patches.refit.command import fail
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.hf_match import rope_scaling, unsupported
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
-from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.llama import common_config
 from megatron_patches.refit.source.traits import ModelTraits
 
@@ -78,7 +78,7 @@ def _dtype(config: Mapping[str, object]) -> list[str]:
     return _DTYPE_FLAGS[name]
 
 
-def _llama_scaling(family: PlannableFamily, scaling: Mapping[str, object]) -> object:
+def _llama_scaling(family: ModelFamily, scaling: Mapping[str, object]) -> object:
     """Llama 3's scaling with the factor of ``scaling``, as the family writes it; None if it has none."""
     factor = scaling.get("factor")
     if "rope_scaling" not in family.config() or family.traits.latent is not None or not isinstance(factor, int | float):
@@ -86,7 +86,7 @@ def _llama_scaling(family: PlannableFamily, scaling: Mapping[str, object]) -> ob
     return common_config(replace(family.traits, rope_scaling_factor=float(factor)))["rope_scaling"]
 
 
-def _shape(family: PlannableFamily) -> Iterator[str]:
+def _shape(family: ModelFamily) -> Iterator[str]:
     traits = family.traits
     if traits.layer_kinds:
         config = family.config()

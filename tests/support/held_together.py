@@ -7,12 +7,12 @@ from math import prod
 
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 
 
-def boxes_held(family: PlannableFamily, mesh: TrainerMesh, options: TrainerOptions) -> dict[str, set[Box]]:
+def boxes_held(family: ModelFamily, mesh: TrainerMesh, options: TrainerOptions) -> dict[str, set[Box]]:
     """Boxes by tensor, replicas once; fails unless the ranks agree on tensors that are those of the family."""
     manifests = [trainer_manifest(family, mesh, rank, options) for rank in range(mesh.size)]
     agree_on_tensors(family.shapes(), manifests)

@@ -27,7 +27,7 @@ from megatron_patches.refit.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
 from megatron_patches.refit.planning.local import SourceIndex, plan_destination
 from megatron_patches.refit.planning.requests import Request
-from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
@@ -71,7 +71,7 @@ class Sides:
         ValueError: if there is no engine.
     """
 
-    family: PlannableFamily
+    family: ModelFamily
     trainer: TrainerMesh
     engine: EngineMesh
     engines: int = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_patches.refit.dtypes import ITEMSIZE
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.source.families import declared
-from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.family import ModelFamily
 
 
 def read_config(path: Path) -> Mapping[str, object]:
@@ -33,7 +33,7 @@ def read_config(path: Path) -> Mapping[str, object]:
     return content
 
 
-def family_from_config(config: Mapping[str, object]) -> PlannableFamily:
+def family_from_config(config: Mapping[str, object]) -> ModelFamily:
     """The family, with its traits.
 
     Rotary scaling is ignored, because it affects no tensor of the checkpoint.

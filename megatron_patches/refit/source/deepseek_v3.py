@@ -7,8 +7,8 @@ layer are the model's own; published checkpoints contain copies of them under th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,33 +22,21 @@ from megatron_patches.refit.hf_refusals import (
     vocabulary_refusals,
 )
 from megatron_patches.refit.source import rules
-from megatron_patches.refit.source.config_fields import check_given, count, flag, integer, number
-from megatron_patches.refit.source.experts import (
-    expert_pieces,
-    expert_shapes,
-    sigmoid_router,
-    sigmoid_router_from_config,
-)
+from megatron_patches.refit.source.config_fields import check_given, count, flag, integer
+from megatron_patches.refit.source.experts import sigmoid_router, sigmoid_router_from_config
 from megatron_patches.refit.source.family import Declaration
-from megatron_patches.refit.source.llama import LlamaFamily, common_config, linear
-from megatron_patches.refit.source.params import Cut, Param, Rule, Weight, feed_forward_params
-from megatron_patches.refit.source.shard import ParamShard, RowSpan
+from megatron_patches.refit.source.llama import LlamaFamily, common_config, traits_from_config
+from megatron_patches.refit.source.params import Cut, Weight, alike, feed_forward, mtp_parts
 from megatron_patches.refit.source.traits import LatentTraits, ModelTraits, RouterTraits
 
 if TYPE_CHECKING:
     import torch
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)|mtp\.layers\.(\d+)\.(?:mtp_model_layer\.)(.+)")
-_MTP = re.compile(r"mtp\.layers\.(\d+)\.(enorm|hnorm|eh_proj|final_layernorm)\.weight")
-
 
 class DeepseekV3Family(LlamaFamily):
     """``DeepseekV3ForCausalLM``, trained with ``--multi-latent-attention``."""
 
-    @property
-    def architecture(self) -> str:
-        """Name of the class in ``transformers``."""
-        return "DeepseekV3ForCausalLM"
+    architecture = "DeepseekV3ForCausalLM"
 
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""
@@ -84,48 +72,30 @@ class DeepseekV3Family(LlamaFamily):
             raise ValueError("DeepSeek-V3 needs the traits of its multi-latent attention")
         return self.traits.latent
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shape of every tensor of the checkpoint, in the order of the file."""
+    def outer(self) -> Iterator[Weight]:
+        """See :class:`megatron_patches.refit.source.family.ModelFamily`."""
+        t, table = self.traits, (self.traits.vocab_size, self.traits.hidden_size)
+        layers = [self.prefix(layer) for layer in range(t.num_layers, t.num_layers + t.mtp_layers)]
+        copies = {"embedding.word_embeddings.weight": ["embed_tokens"], "output_layer.weight": ["shared_head.head"]}
+        for weight in super().outer():
+            names = copies.get(weight.name, [])
+            if t.tied_embeddings and names:
+                names = ["embed_tokens", "shared_head.head"]
+            more = {f"{prefix}{name}.weight": table for prefix in layers for name in names}
+            yield replace(weight, tensors={**weight.tensors, **more})
+        for index, prefix in enumerate(layers):
+            yield from mtp_parts(index, t.hidden_size, prefix, prefix + "shared_head.norm.weight")
+
+    def weights(self, layer: int, fused_norms: bool) -> Iterator[Weight]:
+        """See :class:`megatron_patches.refit.source.family.ModelFamily`."""
         t = self.traits
-        shapes = dict(super().shapes())
-        for prefix, layer in self._mtp_prefixes():
-            shapes[prefix + "embed_tokens.weight"] = (t.vocab_size, t.hidden_size)
-            shapes[prefix + "enorm.weight"] = shapes[prefix + "hnorm.weight"] = (t.hidden_size,)
-            shapes[prefix + "eh_proj.weight"] = (t.hidden_size, 2 * t.hidden_size)
-            shapes.update(self._layer_shapes(layer))
-            shapes[prefix + "shared_head.norm.weight"] = (t.hidden_size,)
-            shapes[prefix + "shared_head.head.weight"] = (t.vocab_size, t.hidden_size)
-        return shapes
-
-    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
-        """The box of each range of rows of the TP-local weight.
-
-        Raises:
-            UnmappedParameterError: if such a model has no such parameter, layer or expert.
-        """
-        found: Sequence[RowSpan] | None = None
-        if (match := _LAYER.fullmatch(shard.name)) is not None:
-            main, name, extra, extra_name = match.groups()
-            number, limit = int(main or extra), self.traits.num_layers if main else self.traits.mtp_layers
-            if number < limit:
-                found = self._layer_pieces(
-                    shard, number if main else self.traits.num_layers + number, name or extra_name
-                )
-        elif (match := _MTP.fullmatch(shard.name)) is not None:
-            if int(match[1]) < self.traits.mtp_layers:
-                found = self._mtp_pieces(shard, self.traits.num_layers + int(match[1]), match[2])
-        else:
-            found = self._table_pieces(shard)
-        if found is None:
-            raise self._unmapped(shard)
-        return found
-
-    def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
-        """Parameters of a layer, except those of routed experts, by name within it."""
-        yield Param("input_layernorm.weight", (self.traits.hidden_size,))
+        yield alike("input_layernorm.weight", "input_layernorm.weight", (t.hidden_size,))
         for weight in self._attention(fused_norms):
-            yield Param("self_attention." + weight.name, weight.shape, weight.dim)
-        yield from feed_forward_params(self.traits, fused_norms, experts=self.traits.has_experts(layer), gated=True)
+            tensors = {"self_attn." + name: shape for name, shape in weight.tensors.items()}
+            yield replace(weight, name="self_attention." + weight.name, tensors=tensors)
+        yield from feed_forward(
+            t, "mlp.", "post_attention_layernorm.weight", fused_norms, experts=t.has_experts(layer), gated=True
+        )
 
     def cuts(self, fused_norms: bool) -> Iterator[Cut]:
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
@@ -144,113 +114,18 @@ class DeepseekV3Family(LlamaFamily):
         def down(tensor: str, name: str, rows: int) -> Weight:
             layout = partial(rules.column_parallel_or_whole, rows=rows)
             # Transformer Engine's layers do not shard the down projections.
-            return Weight(tensor, name, (rows, t.hidden_size), None if fused else 0, layout)
+            return alike(name, tensor, (rows, t.hidden_size), None if fused else 0, layout)
 
         if latent.q_rank:
             yield down("q_a_proj.weight", "linear_q_down_proj.weight", latent.q_rank)
-            yield Weight("q_a_layernorm.weight", q_norm, (latent.q_rank,))
-            yield Weight("q_b_proj.weight", "linear_q_up_proj.weight", (query, latent.q_rank), 0)
+            yield alike(q_norm, "q_a_layernorm.weight", (latent.q_rank,))
+            yield alike("linear_q_up_proj.weight", "q_b_proj.weight", (query, latent.q_rank), 0)
         else:
-            yield Weight("q_proj.weight", "linear_q_proj.weight", (query, t.hidden_size), 0)
+            yield alike("linear_q_proj.weight", "q_proj.weight", (query, t.hidden_size), 0)
         yield down("kv_a_proj_with_mqa.weight", "linear_kv_down_proj.weight", latent.kv_rank + latent.rope_dim)
-        yield Weight("kv_a_layernorm.weight", kv_norm, (latent.kv_rank,))
-        yield Weight("kv_b_proj.weight", "linear_kv_up_proj.weight", (key_value, latent.kv_rank), 0)
-        yield Weight("o_proj.weight", "linear_proj.weight", (t.hidden_size, t.num_heads * latent.v_dim), 1)
-
-    def _mtp_prefixes(self) -> Sequence[tuple[str, int]]:
-        """Prefix and number of each multi-token prediction layer in the checkpoint."""
-        first = self.traits.num_layers
-        return [(f"model.layers.{layer}.", layer) for layer in range(first, first + self.traits.mtp_layers)]
-
-    def _table_pieces(self, shard: ParamShard) -> Sequence[RowSpan] | None:
-        rule = self._outer_rules().get(shard.name)
-        if rule is None:
-            return None
-        copies = {"embedding.word_embeddings.weight": ["embed_tokens"], "output_layer.weight": ["shared_head.head"]}
-        names = copies.get(shard.name, [])
-        if self.traits.tied_embeddings and names:
-            names = ["embed_tokens", "shared_head.head"]
-        pieces = list(rule(shard))
-        for prefix, _ in self._mtp_prefixes():
-            for name in names:
-                pieces.extend(rules.vocabulary(shard, f"{prefix}{name}.weight", self.traits.vocab_size))
-        return pieces
-
-    def _mtp_pieces(self, shard: ParamShard, layer: int, kind: str) -> Sequence[RowSpan]:
-        prefix = f"model.layers.{layer}."
-        if kind == "eh_proj":
-            return rules.column_parallel(shard, prefix + "eh_proj.weight")
-        name = "shared_head.norm" if kind == "final_layernorm" else kind
-        return rules.replicated(shard, f"{prefix}{name}.weight")
-
-    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[RowSpan] | None:
-        t, prefix = self.traits, f"model.layers.{layer}."
-        if t.has_experts(layer):  # first, because there are many
-            found = expert_pieces(shard, name, prefix + "mlp.experts.", t.num_experts, gated=True)
-            if found is not None:
-                return found
-        rule = {**self._attention_rules(prefix), **self._feed_forward_rules(prefix, t.has_experts(layer))}.get(name)
-        return None if rule is None else rule(shard)
-
-    def _layer_shapes(self, layer: int) -> Mapping[str, tuple[int, ...]]:
-        t, prefix = self.traits, f"model.layers.{layer}."
-        inner = dict(self._attention_shapes())
-        if t.has_experts(layer):
-            inner["mlp.gate.weight"] = (t.num_experts, t.hidden_size)
-            if t.router_bias:
-                inner["mlp.gate.e_score_correction_bias"] = (t.num_experts,)
-            inner |= expert_shapes("mlp.experts.", t.num_experts, t.hidden_size, t.moe_ffn_hidden_size, gated=True)
-            if t.shared_ffn_hidden_size:
-                inner |= _gated_shapes("mlp.shared_experts.", t.hidden_size, t.shared_ffn_hidden_size)
-        else:
-            inner |= _gated_shapes("mlp.", t.hidden_size, t.ffn_hidden_size)
-        norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
-        inner |= dict.fromkeys(norms, (t.hidden_size,))
-        return {prefix + name: shape for name, shape in inner.items()}
-
-    def _attention_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {"self_attn." + weight.tensor: weight.shape for weight in self._attention(fused=False)}
-
-    def _attention_rules(self, prefix: str) -> Mapping[str, Rule]:
-        norm = partial(rules.replicated, tensor=prefix + "input_layernorm.weight")
-        weights = [*self._attention(fused=False), *self._attention(fused=True)]
-        inner = {"self_attention." + weight.name: weight.rule(prefix + "self_attn.") for weight in weights}
-        return {"input_layernorm.weight": norm, **inner}
-
-    def _feed_forward_rules(self, prefix: str, experts: bool) -> Mapping[str, Rule]:
-        norm = partial(rules.replicated, tensor=prefix + "post_attention_layernorm.weight")
-        if not experts:
-            return {
-                "pre_mlp_layernorm.weight": norm,
-                "mlp.linear_fc1.layer_norm_weight": norm,
-                **_gated_rules("mlp.", prefix + "mlp."),
-            }
-        found: dict[str, Rule] = {
-            "pre_mlp_layernorm.weight": norm,
-            "mlp.router.weight": partial(rules.replicated, tensor=prefix + "mlp.gate.weight"),
-        }
-        if self.traits.router_bias:
-            bias = prefix + "mlp.gate.e_score_correction_bias"
-            found["mlp.router.expert_bias"] = partial(rules.replicated, tensor=bias)
-        if self.traits.shared_ffn_hidden_size:
-            found |= _gated_rules("mlp.shared_experts.", prefix + "mlp.shared_experts.")
-        return found
-
-
-def _gated_shapes(prefix: str, hidden: int, width: int) -> Mapping[str, tuple[int, ...]]:
-    return {
-        **linear(prefix + "gate_proj", width, hidden, bias=False),
-        **linear(prefix + "up_proj", width, hidden, bias=False),
-        **linear(prefix + "down_proj", hidden, width, bias=False),
-    }
-
-
-def _gated_rules(mine: str, theirs: str) -> Mapping[str, Rule]:
-    gate, up = theirs + "gate_proj.weight", theirs + "up_proj.weight"
-    return {
-        mine + "linear_fc1.weight": partial(rules.gated, gate=gate, up=up),
-        mine + "linear_fc2.weight": partial(rules.row_parallel, tensor=theirs + "down_proj.weight"),
-    }
+        yield alike(kv_norm, "kv_a_layernorm.weight", (latent.kv_rank,))
+        yield alike("linear_kv_up_proj.weight", "kv_b_proj.weight", (key_value, latent.kv_rank), 0)
+        yield alike("linear_proj.weight", "o_proj.weight", (t.hidden_size, t.num_heads * latent.v_dim), 1)
 
 
 def _claims(model: torch.nn.Module) -> bool:
@@ -299,8 +174,6 @@ def _read(model: torch.nn.Module, vocab_size: int) -> DeepseekV3Family:
         num_layers=config.num_layers,
         num_kv_heads=config.num_attention_heads,
         head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim,
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=config.num_moe_experts,
         experts_per_token=config.moe_router_topk,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
@@ -342,18 +215,10 @@ def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
         )
     nope, rope = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     heads, width = integer(config, "num_attention_heads"), integer(config, "moe_intermediate_size")
-    traits = ModelTraits(
-        num_layers=integer(config, "num_hidden_layers"),
-        hidden_size=integer(config, "hidden_size"),
-        ffn_hidden_size=integer(config, "intermediate_size"),
-        num_heads=heads,
+    traits = replace(
+        traits_from_config(config),
         num_kv_heads=heads,
         head_dim=nope + rope,
-        vocab_size=integer(config, "vocab_size"),
-        max_positions=integer(config, "max_position_embeddings"),
-        tied_embeddings=flag(config, "tie_word_embeddings"),
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=integer(config, "n_routed_experts"),
         experts_per_token=integer(config, "num_experts_per_tok"),
         moe_ffn_hidden_size=width,
@@ -370,8 +235,6 @@ def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
         ),
         mtp_layers=count(config, "num_nextn_predict_layers"),
         norm_topk_prob=flag(config, "norm_topk_prob", True),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope_base=number(config, "rope_theta", 10000.0),
     )
     return DeepseekV3Family(traits)
 

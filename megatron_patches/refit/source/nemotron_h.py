@@ -11,13 +11,13 @@ their own: the first has what combines the embedding and the hidden state, and t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
+from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.hf_common import common_traits
 from megatron_patches.refit.hf_refusals import (
     activation_name,
@@ -28,33 +28,16 @@ from megatron_patches.refit.hf_refusals import (
 )
 from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.config_fields import check_given, count, flag, integer, number
-from megatron_patches.refit.source.experts import (
-    expert_pieces,
-    expert_shapes,
-    sigmoid_router,
-    sigmoid_router_from_config,
-)
-from megatron_patches.refit.source.family import Declaration
-from megatron_patches.refit.source.llama import linear
-from megatron_patches.refit.source.params import (
-    Cut,
-    Param,
-    Rule,
-    Weight,
-    attention_cuts,
-    attention_params,
-    expert_params,
-    feed_forward_params,
-)
+from megatron_patches.refit.source.experts import sigmoid_router, sigmoid_router_from_config
+from megatron_patches.refit.source.family import Declaration, ModelFamily
+from megatron_patches.refit.source.llama import traits_from_config
+from megatron_patches.refit.source.params import Cut, Weight, alike, attention, feed_forward, mtp_parts
 from megatron_patches.refit.source.shard import ParamShard, RowSpan
 from megatron_patches.refit.source.traits import MambaTraits, ModelTraits, RouterTraits
 
 if TYPE_CHECKING:
     import torch
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.mtp_model_layer\.layers\.(\d+)\.(.+)")
-_MTP = re.compile(r"mtp\.layers\.(\d+)\.(enorm|hnorm|eh_proj|final_layernorm)\.weight")
 # Kinds of layers by their letters in Megatron's hybrid patterns, where "|" ends a pipeline stage, and in
 # hybrid_override_pattern.
 _KINDS: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"})
@@ -74,20 +57,15 @@ _KINDS_BY_NAME: Mapping[str, str] = MappingProxyType(
 _MIXER_KERNEL, _MIXER_NORM_EPS = 4, 1e-5
 
 
-class NemotronHFamily:
-    """``NemotronHForCausalLM``.
+class NemotronHFamily(ModelFamily):
+    """``NemotronHForCausalLM``; traits have the kind of each layer."""
 
-    Args:
-        traits: traits of the model, with the kind of each layer.
-    """
-
-    def __init__(self, traits: ModelTraits) -> None:
-        self.traits = traits
-
-    @property
-    def architecture(self) -> str:
-        """Name of the class in ``transformers``."""
-        return "NemotronHForCausalLM"
+    architecture = "NemotronHForCausalLM"
+    final_norm = "decoder.final_norm.weight"
+    embedding = "backbone.embeddings.weight"
+    norm = "backbone.norm_f.weight"
+    feed_forward = "mixer."
+    gated = False
 
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""
@@ -129,93 +107,49 @@ class NemotronHFamily:
             "routed_scaling_factor": router.scaling,
         }
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shape of every tensor of the checkpoint, in the order of the file."""
-        t = self.traits
-        shapes: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (t.vocab_size, t.hidden_size)}
-        for layer in range(t.num_layers):
-            shapes |= self._layer_shapes(layer)
-        shapes["backbone.norm_f.weight"] = (t.hidden_size,)
-        if not t.tied_embeddings:
-            shapes["lm_head.weight"] = (t.vocab_size, t.hidden_size)
+    def outer(self) -> Iterator[Weight]:
+        """See :class:`megatron_patches.refit.source.family.ModelFamily`."""
+        yield from super().outer()
+        t, width = self.traits, len(self.traits.mtp_layer_kinds)
         for index in range(t.mtp_layers):
-            layers = self._mtp_layers(index)
-            first, last = self._prefix(layers[0]), self._prefix(layers[-1])
-            shapes[first + "enorm.weight"] = shapes[first + "hnorm.weight"] = (t.hidden_size,)
-            shapes[first + "eh_proj.weight"] = (t.hidden_size, 2 * t.hidden_size)
-            for layer in layers:
-                shapes |= self._layer_shapes(layer)
-            shapes[last + "final_layernorm.weight"] = (t.hidden_size,)
-        return shapes
+            first = t.num_layers + index * width
+            norm = self.prefix(first + width - 1) + "final_layernorm.weight"
+            yield from mtp_parts(index, t.hidden_size, self.prefix(first), norm)
 
-    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
-        """The box of each range of rows of the TP-local weight.
+    def prefix(self, layer: int) -> str:
+        """Prefix of a layer's tensors; those of multi-token prediction follow the last of the model."""
+        index = layer - self.traits.num_layers
+        return f"mtp.layers.{index}." if index >= 0 else f"backbone.layers.{layer}."
 
-        Raises:
-            UnmappedParameterError: if such a model has no such parameter, layer or expert.
-        """
-        found: Sequence[RowSpan] | None = None
-        t = self.traits
-        if (match := _LAYER.fullmatch(shard.name)) is not None:
-            if int(match[1]) < t.num_layers:
-                found = self._layer_pieces(shard, int(match[1]), match[2])
-        elif (match := _MTP_LAYER.fullmatch(shard.name)) is not None:
-            if int(match[1]) < t.mtp_layers and int(match[2]) < len(t.mtp_layer_kinds):
-                found = self._layer_pieces(shard, self._mtp_layers(int(match[1]))[int(match[2])], match[3])
-        elif (match := _MTP.fullmatch(shard.name)) is not None:
-            if int(match[1]) < t.mtp_layers:
-                found = self._mtp_pieces(shard, self._mtp_layers(int(match[1])), match[2])
-        elif (rule := self._outer_rules().get(shard.name)) is not None:
-            found = rule(shard)
-        if found is None:
-            raise UnmappedParameterError(
-                f"no tensor of {self.architecture} corresponds to the Megatron parameter {shard.name} of shape "
-                f"{shard.shape}; add it to the family's mapping, or train without the feature that it belongs to"
-            )
-        return found
-
-    @property
-    def final_norm(self) -> str:
-        """Megatron's name of the norm after the last layer."""
-        return "decoder.final_norm.weight"
-
-    def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
-        """Parameters of a layer, except those of routed experts, by name within it."""
-        kind = self.traits.all_layer_kinds[layer]
+    def weights(self, layer: int, fused_norms: bool) -> Iterator[Weight]:
+        """See :class:`megatron_patches.refit.source.family.ModelFamily`."""
+        t, kind, norm = self.traits, self.traits.all_layer_kinds[layer], "norm.weight"
         if kind == "mamba":
-            yield from self._mamba_params(fused_norms)
+            yield alike("mixer.in_proj.layer_norm_weight" if fused_norms else norm, norm, (t.hidden_size,))
+            yield from self._mixer()
         elif kind == "attention":
-            yield from attention_params(self.traits, fused_norms)
+            yield from attention(t, "mixer.", norm, fused_norms)
         else:
-            yield from feed_forward_params(self.traits, fused_norms, experts=kind == "experts", gated=False)
+            yield from feed_forward(t, "mixer.", norm, fused_norms, experts=kind == "experts", gated=False)
 
-    def expert_params(self) -> Sequence[Param]:
-        """Parameters of one routed expert, by name within it."""
-        return expert_params(self.traits, gated=False)
-
-    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - unused: other families need it
+    def cuts(self, fused_norms: bool) -> Iterator[Cut]:
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
-        yield from attention_cuts(self.traits)
+        yield from super().cuts(fused_norms)
         yield "heads of a Mamba mixer", self._mamba.heads
         yield "groups of a Mamba mixer", self._mamba.groups
-
-    def _mamba_params(self, fused_norms: bool) -> Iterator[Param]:
-        yield Param("mixer.in_proj.layer_norm_weight" if fused_norms else "norm.weight", (self.traits.hidden_size,))
-        for weight in self._mixer():
-            yield Param("mixer." + weight.name, weight.shape, weight.dim)
 
     def _mixer(self) -> Iterator[Weight]:
         """Weights of a Mamba mixer."""
         mamba, hidden = self._mamba, self.traits.hidden_size
         rows = (mamba.inner, mamba.inner, mamba.grouped, mamba.grouped, mamba.heads)
         inputs, convolved = partial(_blocks, sizes=rows), partial(_blocks, sizes=rows[1:4])
-        yield Weight("in_proj.weight", "in_proj.weight", (sum(rows), hidden), 0, inputs)
-        yield Weight("conv1d.weight", "conv1d_weight", (mamba.convolved, 1, mamba.kernel), 0, convolved)
-        yield Weight("conv1d.bias", "conv1d_bias", (mamba.convolved,), 0, convolved)
+        yield alike("mixer.in_proj.weight", "mixer.in_proj.weight", (sum(rows), hidden), 0, inputs)
+        yield alike("mixer.conv1d_weight", "mixer.conv1d.weight", (mamba.convolved, 1, mamba.kernel), 0, convolved)
+        yield alike("mixer.conv1d_bias", "mixer.conv1d.bias", (mamba.convolved,), 0, convolved)
         for name in ("dt_bias", "A_log", "D"):
-            yield Weight(name, name, (mamba.heads,), 0)
-        yield Weight("norm.weight", "norm.weight", (mamba.inner,), 0)
-        yield Weight("out_proj.weight", "out_proj.weight", (hidden, mamba.inner), 1)
+            yield alike("mixer." + name, "mixer." + name, (mamba.heads,), 0)
+        yield alike("mixer.norm.weight", "mixer.norm.weight", (mamba.inner,), 0)
+        yield alike("mixer.out_proj.weight", "mixer.out_proj.weight", (hidden, mamba.inner), 1)
 
     @property
     def _mamba(self) -> MambaTraits:
@@ -223,141 +157,11 @@ class NemotronHFamily:
             raise ValueError("NemotronH needs the traits of its Mamba layers")
         return self.traits.mamba
 
-    def _outer_rules(self) -> Mapping[str, Rule]:
-        embedding = "backbone.embeddings.weight"
-        head = embedding if self.traits.tied_embeddings else "lm_head.weight"
-        table = partial(rules.vocabulary, vocab_size=self.traits.vocab_size)
-        return {
-            "embedding.word_embeddings.weight": partial(table, tensor=embedding),
-            "output_layer.weight": partial(table, tensor=head),
-            "decoder.final_norm.weight": partial(rules.replicated, tensor="backbone.norm_f.weight"),
-        }
-
-    def _prefix(self, layer: int) -> str:
-        """Prefix of a layer's tensors; those of multi-token prediction follow the last of the model."""
-        index = layer - self.traits.num_layers
-        return f"mtp.layers.{index}." if index >= 0 else f"backbone.layers.{layer}."
-
-    def _mtp_layers(self, index: int) -> range:
-        """The layers that multi-token prediction layer ``index`` consists of."""
-        width = len(self.traits.mtp_layer_kinds)
-        start = self.traits.num_layers + index * width
-        return range(start, start + width)
-
-    def _mtp_pieces(self, shard: ParamShard, layers: range, kind: str) -> Sequence[RowSpan]:
-        """The parts of a multi-token prediction layer besides its layers."""
-        if kind == "eh_proj":
-            return rules.column_parallel(shard, self._prefix(layers[0]) + "eh_proj.weight")
-        layer = layers[-1] if kind == "final_layernorm" else layers[0]
-        return rules.replicated(shard, f"{self._prefix(layer)}{kind}.weight")
-
-    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[RowSpan] | None:
-        kind, prefix = self.traits.all_layer_kinds[layer], self._prefix(layer)
-        norm, mixer = partial(rules.replicated, tensor=prefix + "norm.weight"), prefix + "mixer."
-        by_kind = {
-            "mamba": self._mamba_rules,
-            "attention": self._attention_rules,
-            "mlp": self._mlp_rules,
-            "experts": self._expert_rules,
-        }
-        rule = by_kind[kind](mixer, norm).get(name)
-        if rule is not None:
-            return rule(shard)
-        if kind == "experts":
-            return expert_pieces(shard, name, mixer + "experts.", self.traits.num_experts, gated=False)
-        return None
-
-    def _layer_shapes(self, layer: int) -> Mapping[str, tuple[int, ...]]:
-        prefix, inner = self._prefix(layer), self._kind_shapes(self.traits.all_layer_kinds[layer])
-        norm = {prefix + "norm.weight": (self.traits.hidden_size,)}
-        return norm | {f"{prefix}mixer.{name}": shape for name, shape in inner.items()}
-
-    def _kind_shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
-        """Tensors of a layer's mixer, by name within it."""
-        t = self.traits
-        if kind == "mamba":
-            return {weight.tensor: weight.shape for weight in self._mixer()}
-        if kind == "attention":
-            query, key = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
-            return {
-                **linear("q_proj", query, t.hidden_size, bias=False),
-                **linear("k_proj", key, t.hidden_size, bias=False),
-                **linear("v_proj", key, t.hidden_size, bias=False),
-                **linear("o_proj", t.hidden_size, query, bias=False),
-            }
-        if kind == "mlp":
-            return _plain_shapes("", t.hidden_size, t.ffn_hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {
-            "gate.weight": (t.num_experts, t.hidden_size),
-            "gate.e_score_correction_bias": (t.num_experts,),
-            **expert_shapes("experts.", t.num_experts, t.expert_hidden_size, t.moe_ffn_hidden_size, gated=False),
-        }
-        if t.moe_latent_size:
-            shapes["fc1_latent_proj.weight"] = (t.moe_latent_size, t.hidden_size)
-            shapes["fc2_latent_proj.weight"] = (t.hidden_size, t.moe_latent_size)
-        if t.shared_ffn_hidden_size:
-            shapes |= _plain_shapes("shared_experts.", t.hidden_size, t.shared_ffn_hidden_size)
-        return shapes
-
-    def _mamba_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
-        inner = {"mixer." + weight.name: weight.rule(mixer) for weight in self._mixer()}
-        return {"norm.weight": norm, "mixer.in_proj.layer_norm_weight": norm, **inner}
-
-    def _attention_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
-        t = self.traits
-        return {
-            "input_layernorm.weight": norm,
-            "self_attention.linear_qkv.layer_norm_weight": norm,
-            "self_attention.linear_qkv.weight": partial(
-                rules.fused_qkv,
-                names=(f"{mixer}q_proj.weight", f"{mixer}k_proj.weight", f"{mixer}v_proj.weight"),
-                heads=t.num_heads,
-                kv_heads=t.num_kv_heads,
-                head_dim=t.head_dim,
-            ),
-            "self_attention.linear_proj.weight": partial(rules.row_parallel, tensor=mixer + "o_proj.weight"),
-        }
-
-    def _mlp_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
-        return {
-            "pre_mlp_layernorm.weight": norm,
-            "mlp.linear_fc1.layer_norm_weight": norm,
-            **_plain_rules("mlp.", mixer),
-        }
-
-    def _expert_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
-        bias = mixer + "gate.e_score_correction_bias"
-        found: dict[str, Rule] = {
-            "pre_mlp_layernorm.weight": norm,
-            "mlp.router.weight": partial(rules.replicated, tensor=mixer + "gate.weight"),
-            "mlp.router.expert_bias": partial(rules.replicated, tensor=bias),
-        }
-        if self.traits.moe_latent_size:
-            for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
-                found["mlp." + name] = partial(rules.replicated, tensor=mixer + name)
-        if self.traits.shared_ffn_hidden_size:
-            found |= _plain_rules("mlp.shared_experts.", mixer + "shared_experts.")
-        return found
-
 
 def _blocks(shard: ParamShard, tensor: str, sizes: Sequence[int]) -> tuple[RowSpan, ...]:
     """Consecutive blocks of ``sizes`` rows in ``tensor``, each cut separately by tensor parallelism."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return rules.segments(shard, [(tensor, start, rows) for start, rows in zip(starts, sizes, strict=True)])
-
-
-def _plain_shapes(prefix: str, hidden: int, width: int) -> Mapping[str, tuple[int, ...]]:
-    return {
-        **linear(prefix + "up_proj", width, hidden, bias=False),
-        **linear(prefix + "down_proj", hidden, width, bias=False),
-    }
-
-
-def _plain_rules(mine: str, theirs: str) -> Mapping[str, Rule]:
-    return {
-        mine + "linear_fc1.weight": partial(rules.column_parallel, tensor=theirs + "up_proj.weight"),
-        mine + "linear_fc2.weight": partial(rules.row_parallel, tensor=theirs + "down_proj.weight"),
-    }
 
 
 def _letters(kinds: Sequence[str]) -> str:
@@ -418,8 +222,6 @@ def _read(model: torch.nn.Module, vocab_size: int) -> NemotronHFamily:
         mtp_layer_kinds=tuple(_KINDS[letter] for letter in mtp[0]) if mtp else (),
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=config.num_moe_experts if experts else 0,
         experts_per_token=config.moe_router_topk if experts else 0,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else 0,
@@ -457,23 +259,13 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
             "layers (layers_block_type or hybrid_override_pattern)"
         )
     experts = "experts" in kinds + mtp_kinds
-    heads = integer(config, "num_attention_heads")
-    traits = ModelTraits(
-        num_layers=len(kinds),
+    traits = replace(
+        traits_from_config({**config, "num_hidden_layers": len(kinds)}),
         layer_kinds=kinds,
         mtp_layers=mtp_layers,
         mtp_layer_kinds=mtp_kinds,
-        hidden_size=integer(config, "hidden_size"),
-        ffn_hidden_size=integer(config, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=integer(config, "num_key_value_heads", heads),
         # Published configurations of the first models use the longer name.
         head_dim=integer(config, "head_dim" if "head_dim" in config else "attention_head_dim"),
-        vocab_size=integer(config, "vocab_size"),
-        max_positions=integer(config, "max_position_embeddings"),
-        tied_embeddings=flag(config, "tie_word_embeddings"),
-        qkv_bias=False,
-        linear_bias=False,
         num_experts=integer(config, "n_routed_experts") if experts else 0,
         experts_per_token=integer(config, "num_experts_per_tok") if experts else 0,
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size") if experts else 0,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from etp.layout import ShardLayout
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.mesh import TrainerMesh, TrainerRank
 from megatron_patches.refit.source.params import Param
 from megatron_patches.refit.source.shard import ParamShard, placements
@@ -40,7 +40,7 @@ class TrainerOptions:
 
 
 def trainer_manifest(
-    family: PlannableFamily,
+    family: ModelFamily,
     mesh: TrainerMesh,
     rank: int,
     options: TrainerOptions = TrainerOptions(),
@@ -56,7 +56,7 @@ def trainer_manifest(
 
 
 def param_shards(
-    family: PlannableFamily, mesh: TrainerMesh, rank: int, options: TrainerOptions = TrainerOptions()
+    family: ModelFamily, mesh: TrainerMesh, rank: int, options: TrainerOptions = TrainerOptions()
 ) -> Iterator[ParamShard]:
     """Every parameter that ``rank`` holds, as ``describe_model`` would describe it; the order may differ.
 
@@ -97,7 +97,7 @@ def _stage_layers(traits: ModelTraits, mesh: TrainerMesh) -> list[int]:
 
 
 def _outer_params(
-    family: PlannableFamily, mesh: TrainerMesh, options: TrainerOptions, first: bool, last: bool
+    family: ModelFamily, mesh: TrainerMesh, options: TrainerOptions, first: bool, last: bool
 ) -> Iterator[Param]:
     traits = family.traits
     multiple = options.vocab_multiple * mesh.tp
@@ -111,19 +111,14 @@ def _outer_params(
 
 
 def _mtp_params(
-    family: PlannableFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
+    family: ModelFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
 ) -> Iterator[tuple[Param, str]]:
     """Multi-token prediction layers. Megatron keeps them on the last stage, together with the embedding."""
-    hidden = family.traits.hidden_size
     for number in range(family.traits.mtp_layers):
         prefix = f"mtp.layers.{number}."
-        for param in (
-            Param(prefix + "enorm.weight", (hidden,)),
-            Param(prefix + "hnorm.weight", (hidden,)),
-            Param(prefix + "eh_proj.weight", (hidden, 2 * hidden), 0),
-            Param(prefix + "final_layernorm.weight", (hidden,)),
-        ):
-            yield param, param.name
+        for weight in family.outer():
+            if weight.name.startswith(prefix):
+                yield weight.param, weight.name
         prefix += "mtp_model_layer."
         for inner, layer in _mtp_inner_layers(family.traits, number):
             for param, name in _layer_params(family, mesh, where, options, layer):
@@ -141,7 +136,7 @@ def _mtp_inner_layers(traits: ModelTraits, number: int) -> Iterator[tuple[str, i
 
 
 def _layer_params(
-    family: PlannableFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions, layer: int
+    family: ModelFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions, layer: int
 ) -> Iterator[tuple[Param, str]]:
     """Parameters of a layer, each with its name with global expert numbers."""
     for param in family.layer_params(layer, options.fused_norms):
@@ -184,7 +179,7 @@ def _shard(
     )
 
 
-def _check_divides(family: PlannableFamily, mesh: TrainerMesh, options: TrainerOptions) -> None:
+def _check_divides(family: ModelFamily, mesh: TrainerMesh, options: TrainerOptions) -> None:
     """Checks that axes divide what they cut, as Megatron does when it builds the model."""
     traits = family.traits
     if traits.num_kv_heads % mesh.tp and mesh.tp % traits.num_kv_heads:

@@ -21,10 +21,7 @@ _LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 32})
 class Qwen2Family(LlamaFamily):
     """``Qwen2ForCausalLM``."""
 
-    @property
-    def architecture(self) -> str:
-        """Name of the class in ``transformers``."""
-        return "Qwen2ForCausalLM"
+    architecture = "Qwen2ForCausalLM"
 
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""

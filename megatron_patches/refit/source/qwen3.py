@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
 from megatron_patches.refit.source.llama import LlamaFamily, common_config, traits_from_config
-from megatron_patches.refit.source.params import Rule
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +21,7 @@ _LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 32, "
 class Qwen3Family(LlamaFamily):
     """``Qwen3ForCausalLM``, trained with ``--qk-layernorm``. The head size may differ from hidden size over heads."""
 
-    @property
-    def architecture(self) -> str:
-        """Name of the class in ``transformers``."""
-        return "Qwen3ForCausalLM"
+    architecture = "Qwen3ForCausalLM"
 
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""
@@ -38,19 +32,6 @@ class Qwen3Family(LlamaFamily):
             "use_sliding_window": False,
             **common_config(self.traits),
         }
-
-    def _attention_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        head = (self.traits.head_dim,)
-        return {**super()._attention_shapes(), "self_attn.q_norm.weight": head, "self_attn.k_norm.weight": head}
-
-    def _layer_rules(self, prefix: str) -> Mapping[str, Rule]:
-        norms = {
-            f"self_attention.{kind}_layernorm.weight": partial(
-                rules.replicated, tensor=f"{prefix}self_attn.{kind}_norm.weight"
-            )
-            for kind in "qk"
-        }
-        return {**super()._layer_rules(prefix), **norms}
 
 
 def bias_refusals(config: Any) -> Iterator[str]:

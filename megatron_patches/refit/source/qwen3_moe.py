@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.hf_refusals import expert_refusals
-from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.config_fields import flag, integer
-from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
 from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
 from megatron_patches.refit.source.llama import traits_from_config
-from megatron_patches.refit.source.params import Rule
 from megatron_patches.refit.source.qwen3 import Qwen3Family, bias_refusals
-from megatron_patches.refit.source.shard import ParamShard, RowSpan
 
 if TYPE_CHECKING:
     import torch
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # transformers' defaults for fields that are left out, where they do not follow from other fields.
 _LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 4})
 
@@ -32,10 +25,7 @@ _LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 4})
 class Qwen3MoeFamily(Qwen3Family):
     """``Qwen3MoeForCausalLM``. Parameter names contain the global numbers of experts."""
 
-    @property
-    def architecture(self) -> str:
-        """Name of the class in ``transformers``."""
-        return "Qwen3MoeForCausalLM"
+    architecture = "Qwen3MoeForCausalLM"
 
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""
@@ -49,30 +39,6 @@ class Qwen3MoeFamily(Qwen3Family):
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-
-    def pieces(self, shard: ParamShard) -> Sequence[RowSpan]:
-        """The box of each range of rows of the TP-local weight.
-
-        Raises:
-            UnmappedParameterError: if such a model has no such parameter, layer or expert.
-        """
-        match = _LAYER.fullmatch(shard.name)
-        if match is not None and int(match[1]) < self.traits.num_layers:
-            prefix = f"model.layers.{match[1]}.mlp.experts."
-            found = expert_pieces(shard, match[2], prefix, self.traits.num_experts, gated=True)
-            if found is not None:
-                return found
-        return super().pieces(shard)
-
-    def _mlp_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        t = self.traits
-        experts = expert_shapes("mlp.experts.", t.num_experts, t.hidden_size, t.moe_ffn_hidden_size, gated=True)
-        return {"mlp.gate.weight": (t.num_experts, t.hidden_size), **experts}
-
-    def _layer_rules(self, prefix: str) -> Mapping[str, Rule]:
-        dense = super()._layer_rules(prefix)
-        router = {"mlp.router.weight": partial(rules.replicated, tensor=prefix + "mlp.gate.weight")}
-        return {**{name: rule for name, rule in dense.items() if not name.startswith("mlp.")}, **router}
 
 
 def _claims(model: torch.nn.Module) -> bool:

@@ -93,9 +93,7 @@ def gated(shard: ParamShard, gate: str, up: str) -> tuple[RowSpan, ...]:
     return _rows(shard, gate, 0, start, half), _rows(shard, up, half, start, half)
 
 
-def fused_qkv(
-    shard: ParamShard, names: tuple[str, str, str], heads: int, kv_heads: int, head_dim: int
-) -> tuple[RowSpan, ...]:
+def fused_qkv(shard: ParamShard, names: Sequence[str], heads: int, kv_heads: int, head_dim: int) -> tuple[RowSpan, ...]:
     """Query, key and value in one weight, group by group: the query heads of a KV group, its key, its value.
 
     Tensor parallelism cuts the rows of the whole weight regardless of groups. With more tensor-parallel ranks than KV

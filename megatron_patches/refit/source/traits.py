@@ -121,8 +121,8 @@ class ModelTraits:
     vocab_size: int
     max_positions: int
     tied_embeddings: bool
-    qkv_bias: bool
-    linear_bias: bool
+    qkv_bias: bool = False
+    linear_bias: bool = False
     qk_norm: bool = False
     num_experts: int = 0
     experts_per_token: int = 0

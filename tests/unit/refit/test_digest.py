@@ -44,13 +44,13 @@ def test_a_digest_follows_the_definition(width: int) -> None:
     assert digest_array(np.ascontiguousarray(part), box, SHAPE) == reference(part, box, SHAPE)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (70, 5000), (17, 1 << 16), (16, 63), (15, 64)])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (300, 5000), (65, 1 << 16), (64, 63), (63, 64)])
 @pytest.mark.parametrize("width", [1, 2])
 def test_matrices_of_narrow_elements_are_summed_exactly(width: int, rows: int, columns: int) -> None:
-    """Parts of several rows and columns, with many elements whose bits are all ones, against products of integers."""
+    """Parts of several rows and columns, with many elements whose bits are all equal, against products of integers."""
     box, shape = Box("w", (5, 9), (5 + rows, 9 + columns)), (10_000, 100_000)
     values = random_bits(width, 3, (rows, columns))
-    values[::2] = np.iinfo(values.dtype).max
+    values[::4], values[1::4] = np.iinfo(values.dtype).max, 0
     row = np.array([odd_hash(5 + at) for at in range(rows)], dtype=np.uint64)
     column = np.array([odd_hash((9 + at) ^ 0x5851F42D4C957F2D) for at in range(columns)], dtype=np.uint64)
     sums = (values.astype(np.uint64) + np.uint64(1)) @ column

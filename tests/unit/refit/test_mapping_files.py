@@ -35,14 +35,12 @@ TOY = '''
 """Llama with norms centred at zero, and one more of them in each layer; with a property that others do not have."""
 
 from dataclasses import dataclass, fields
-from functools import partial
 
-from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.config_fields import integer
 from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.gpt import gpt_traits, may_be_gpt
 from megatron_patches.refit.source.llama import LlamaFamily, traits_from_config
-from megatron_patches.refit.source.params import Param
+from megatron_patches.refit.source.params import alike
 from megatron_patches.refit.source.traits import ModelTraits
 
 
@@ -52,23 +50,14 @@ class ToyTraits(ModelTraits):
 
 
 class ToyFamily(LlamaFamily):
-    @property
-    def architecture(self):
-        return "ToyForCausalLM"
+    architecture = "ToyForCausalLM"
 
     def config(self):
         return {**super().config(), "model_type": "toy", "period": self.traits.period}
 
-    def _layer_shapes(self, layer):
-        return {**super()._layer_shapes(layer), f"model.layers.{layer}.behind.weight": (self.traits.hidden_size,)}
-
-    def _layer_rules(self, prefix):
-        behind = partial(rules.replicated, tensor=prefix + "behind.weight")
-        return {**super()._layer_rules(prefix), "behind.weight": behind}
-
-    def layer_params(self, layer, fused_norms):
-        yield from super().layer_params(layer, fused_norms)
-        yield Param("behind.weight", (self.traits.hidden_size,))
+    def weights(self, layer, fused_norms):
+        yield from super().weights(layer, fused_norms)
+        yield alike("behind.weight", "behind.weight", (self.traits.hidden_size,))
 
 
 def toy(traits, period):
