@@ -50,19 +50,19 @@ help:
 
 # Rebuilt when what they are made from changes. One rule each, so that `make -j` builds them once.
 $(READY): requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
-	@sh .ci/make-venv $(VENV) trainer $(PYTHON)
+	@sh .ci/make-venv $(VENV) trainer "$(PYTHON)"
 	@touch $@
 
 $(ENGINE_READY): requirements/vllm-0.32.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
-	@sh .ci/make-venv $(ENGINE_VENV) engine $(PYTHON)
+	@sh .ci/make-venv $(ENGINE_VENV) engine "$(PYTHON)"
 	@touch $@
 
 $(TORCH_READY): requirements/newest-torch.txt requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
-	@sh .ci/make-venv $(TORCH_VENV) newest-torch $(PYTHON)
+	@sh .ci/make-venv $(TORCH_VENV) newest-torch "$(PYTHON)"
 	@touch $@
 
 $(DOCS_READY): requirements/docs.lock .ci/make-venv .ci/find-python
-	@sh .ci/make-venv $(DOCS_VENV) docs $(PYTHON)
+	@sh .ci/make-venv $(DOCS_VENV) docs "$(PYTHON)"
 	@touch $@
 
 venv: $(READY)

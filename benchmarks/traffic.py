@@ -134,7 +134,7 @@ def measure(name: str, options: dict[str, Any], sizes: Sizes) -> tuple[Row, Row]
     chain = runtime.passes.chain
     visits = [reading.group for reading in (*chain.forward.visits, *chain.backward.visits)]
     row = Row(name, options, held["gather_slots"], held["gradient_buffers"])
-    every = Row("every visit gathers (computed)", options, held["gather_slots"], held["gradient_buffers"])
+    every = Row("every visit gathers", options, held["gather_slots"], held["gradient_buffers"])
     for weight in [reading.group for reading in chain.forward.visits]:
         key, times = weight.name, sizes.microbatches * visits.count(weight)
         row.weights[key] = WeightTraffic(
@@ -154,12 +154,12 @@ def run(sizes: Sizes) -> list[Row]:
     """All configurations, one after the other."""
     weights = sum(p.numel() * p.dtype.itemsize for p in build(sizes).parameters() if p.dim() > 1)
     settings: list[tuple[str, dict[str, Any]]] = [
-        ("default: backward reuses slots", {}),
+        ("default", {}),
         ("no look-ahead", {"prefetch_depth": 0}),
-        ("half of the weights stay resident", {"resident_bytes": weights // 2}),
-        ("all weights stay resident", {"resident_bytes": 2 * weights}),
-        ("... and across microbatches", {"resident_bytes": 2 * weights, "reuse_across_forwards": True}),
-        ("one reduction per iteration", {"reduce_once_per_iteration": True}),
+        ("half resident", {"resident_bytes": weights // 2}),
+        ("all resident", {"resident_bytes": 2 * weights}),
+        ("... across forwards", {"resident_bytes": 2 * weights, "reuse_across_forwards": True}),
+        ("one reduction", {"reduce_once_per_iteration": True}),
         (
             "all of these",
             {"resident_bytes": 2 * weights, "reuse_across_forwards": True, "reduce_once_per_iteration": True},
@@ -173,16 +173,15 @@ def run(sizes: Sizes) -> list[Row]:
 
 
 def report(rows: list[Row], sizes: Sizes, ranks: int, console: Console) -> None:
-    """Print both tables."""
-    options = Table(title=f"One step of {sizes.microbatches} microbatches over {ranks} ranks, per rank")
-    for column in ("configuration", "gathers", "gathered", "reduced", "moved", "of default", "slots", "buffers"):
+    """Print both tables; they fit 80 columns."""
+    options = Table(title=f"One step of {sizes.microbatches} microbatches over {ranks} ranks, KiB per rank")
+    for column in ("configuration", "gathered", "reduced", "moved", "share", "slots", "buffers"):
         options.add_column(column, justify="left" if column == "configuration" else "right")
     default = rows[1].total("gather_bytes") + rows[1].total("reduce_bytes")
     for row in rows:
         gathered, reduced = row.total("gather_bytes"), row.total("reduce_bytes")
         options.add_row(
             row.name,
-            str(row.total("gathers")),
             kib(gathered),
             kib(reduced),
             kib(gathered + reduced),
@@ -191,7 +190,7 @@ def report(rows: list[Row], sizes: Sizes, ranks: int, console: Console) -> None:
             kib(row.gradient_bytes),
         )
     console.print(options)
-    weights = Table(title="By weight, default configuration")
+    weights = Table(title="By weight, default configuration, KiB")
     for column in ("weight", "gathers", "gathered", "reductions", "reduced"):
         weights.add_column(column, justify="left" if column == "weight" else "right")
     for name, weight in rows[1].weights.items():
@@ -202,8 +201,8 @@ def report(rows: list[Row], sizes: Sizes, ranks: int, console: Console) -> None:
 
 
 def kib(nbytes: int) -> str:
-    """Bytes in KiB."""
-    return f"{nbytes / 1024:,.0f} KiB"
+    """Bytes as a number of KiB."""
+    return f"{nbytes / 1024:,.0f}"
 
 
 def one_rank(rank: int, ranks: int, store: str | None, arguments: argparse.Namespace) -> None:

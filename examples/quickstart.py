@@ -156,17 +156,17 @@ def training_command(folder: Path, iterations: int, *more: str) -> list[str]:
         str(EXAMPLES / "pretrain_gpt.py"),
         *MODEL.split(),
         *SCHEDULE.split(),
-        *f"--data-path {folder / 'data' / 'stdlib'} --data-cache-path {folder / 'data' / 'cache'}".split(),
-        *f"--train-iters {iterations} --etp-size {SHARDS}".split(),
+        *("--data-path", str(folder / "data" / "stdlib"), "--data-cache-path", str(folder / "data" / "cache")),
+        *("--train-iters", str(iterations), "--etp-size", str(SHARDS)),
         *more,
     )
 
 
 def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -> None:
     """Train and save a checkpoint to ``folder``/checkpoint."""
-    saving = f"--save {folder / 'checkpoint'} --save-interval {iterations}"
+    saving = ("--save", str(folder / "checkpoint"), "--save-interval", str(iterations))
     task = progress.add_task("train", total=iterations, note="starting 4 processes")
-    for line in run(training_command(folder, iterations, *saving.split()), folder / "train.log"):
+    for line in run(training_command(folder, iterations, *saving), folder / "train.log"):
         if match := _ITERATION.search(line):
             summary.losses.append(float(match[3]))
             progress.update(task, completed=int(match[1]), note=f"loss {summary.losses[-1]:.3f}")
@@ -191,8 +191,8 @@ def complete(server: Server, weights: str, expected: int) -> tuple[str, str]:
 
 def push(folder: Path, server: Server, summary: Summary) -> None:
     """Stream the checkpoint's weights into the running server, from as many shards as it was trained with."""
-    arguments = f"push --load {folder / 'checkpoint'} --etp-size {SHARDS} --engines {server.url}"
-    for line in run(torchrun(SHARDS, "-m", "megatron_patches.refit", *arguments.split()), folder / "push.log"):
+    arguments = ("--load", str(folder / "checkpoint"), "--etp-size", str(SHARDS), "--engines", server.url)
+    for line in run(torchrun(SHARDS, "-m", "megatron_patches.refit", "push", *arguments), folder / "push.log"):
         if line.startswith("version "):
             summary.pushes.append(line.strip())
 
@@ -200,8 +200,9 @@ def push(folder: Path, server: Server, summary: Summary) -> None:
 def train_on(folder: Path, iterations: int, server: Server, summary: Summary) -> None:
     """Continue training from the checkpoint, and let the run push its new weights."""
     total = iterations + MORE_ITERATIONS
-    more = f"--load {folder / 'checkpoint'} --override-opt_param-scheduler --refit-engines {server.url}"
-    command = training_command(folder, total, *more.split(), "--refit-interval", str(MORE_ITERATIONS))
+    refit = ("--refit-engines", server.url, "--refit-interval", str(total))  # the last step only
+    resumed = ("--load", str(folder / "checkpoint"), "--override-opt_param-scheduler")
+    command = training_command(folder, total, *resumed, *refit)
     for line in run(command, folder / "train_on.log"):
         if match := _PUSH.search(line):
             summary.pushes.append(match[1])
@@ -232,10 +233,9 @@ def serve_and_push(folder: Path, iterations: int, progress: Progress, summary: S
 
 def export(folder: Path) -> None:
     """Export the checkpoint to ``folder``/hf, each rank its own part."""
-    arguments = f"--load {folder / 'checkpoint'} --output {folder / 'hf'} --etp-size {SHARDS} --overwrite"
-    command = torchrun(
-        SHARDS, "-m", "megatron_patches.refit", "export", *arguments.split(), "--eos-token-id", str(VOCABULARY - 1)
-    )
+    arguments = ("--load", str(folder / "checkpoint"), "--output", str(folder / "hf"), "--etp-size", str(SHARDS))
+    more = ("--overwrite", "--eos-token-id", str(VOCABULARY - 1))
+    command = torchrun(SHARDS, "-m", "megatron_patches.refit", "export", *arguments, *more)
     for _ in run(command, folder / "export.log"):
         pass
 

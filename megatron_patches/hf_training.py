@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,10 @@ class Loader:
     def _load(self, args: argparse.Namespace, model: Sequence[Any]) -> LoadReport:
         from megatron_patches.refit.load_hf import load_hf_checkpoint
         from megatron_patches.refit.megatron_checkpoint import vocabulary_of
+        from megatron_patches.refit.progress import LoggedProgress
 
-        return load_hf_checkpoint(model, Path(args.load_hf), tokens=vocabulary_of(args))
+        progress = LoggedProgress(sys.stdout, "load-hf: ") if args.rank == 0 else None
+        return load_hf_checkpoint(model, Path(args.load_hf), tokens=vocabulary_of(args), progress=progress)
 
 
 def _args() -> argparse.Namespace:

@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -274,14 +274,25 @@ def _difference(record: PatchRecord | SourceRecord, found: Definition | None) ->
     return ""
 
 
-def install(records: Iterable[PatchRecord]) -> list[str]:
+def install(records: Sequence[PatchRecord]) -> list[str]:
     """Replace every record's target, also where a loaded module holds the original under its own name.
 
     A target that already carries its replacement is left alone, so that a second call changes nothing.
 
     Returns:
         The targets that were replaced by this call.
+
+    Raises:
+        ValueError: if two records have the same target: only one of them would take effect.
     """
+    reasons: dict[str, str] = {}
+    for record in records:
+        if record.target in reasons:
+            raise ValueError(
+                f"{record.target} has two patches ({reasons[record.target]!r} and {record.reason!r}); "
+                "merge them into one record"
+            )
+        reasons[record.target] = record.reason
     replaced: dict[int, tuple[Any, Any]] = {}
     targets = []
     for record in records:

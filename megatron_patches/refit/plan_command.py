@@ -109,7 +109,7 @@ class PlanOutcome:
             "links": [asdict(link) for link in self.traffic.links],
             "egress_seconds": self.traffic.egress_seconds,
             "ingress_seconds": self.traffic.ingress_seconds,
-            "floor_seconds": self.traffic.floor_seconds,
+            "least_seconds": self.traffic.least_seconds,
             "proof": {
                 "verdict": "proved",
                 "elements": self.verdict.elements,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -21,8 +23,41 @@ class Progress:
 
 
 def shown_progress(shows: bool) -> AbstractContextManager[Progress]:
-    """Progress bars, or something that takes the same calls and shows nothing."""
-    return TerminalProgress() if shows else nullcontext(Progress())
+    """Bars on a terminal, lines in a log, or something that takes the same calls and shows nothing."""
+    if not shows:
+        return nullcontext(Progress())
+    return TerminalProgress() if sys.stderr.isatty() else nullcontext(LoggedProgress(sys.stderr))
+
+
+class LoggedProgress(Progress):
+    """A line when a phase begins, and one for every half a minute that it takes; for one rank only.
+
+    Args:
+        out: the log.
+        prefix: what each line begins with.
+        seconds: least time between two lines of a phase.
+    """
+
+    def __init__(self, out: TextIO, prefix: str = "", seconds: float = 30.0) -> None:
+        self._out, self._prefix, self._seconds = out, prefix, seconds
+        self._name, self._done, self._total = "", 0, 0
+        self._last = time.monotonic()
+
+    def phase(self, name: str, nbytes: int) -> None:
+        """Writes the phase's name, and the bytes if there are any."""
+        self._name, self._done, self._total = name, 0, nbytes
+        self._write(f"{name}, {nbytes / 1e6:.1f} MB on this rank" if nbytes else name)
+
+    def advance(self, nbytes: int) -> None:
+        """Writes how far the phase is, unless it has done so recently."""
+        self._done += nbytes
+        if time.monotonic() - self._last >= self._seconds:
+            self._write(f"{self._name}, {self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB")
+
+    def _write(self, text: str) -> None:
+        self._last = time.monotonic()
+        self._out.write(f"{self._prefix}{text}\n")
+        self._out.flush()
 
 
 class TerminalProgress(Progress):

@@ -63,8 +63,8 @@ class Traffic:
     ingress_seconds: float
 
     @property
-    def floor_seconds(self) -> float:
-        """Lower bound on the total time, reached if everything overlaps."""
+    def least_seconds(self) -> float:
+        """Least time of the whole plan, reached if everything overlaps."""
         return max(self.egress_seconds, self.ingress_seconds)
 
     @property

@@ -20,7 +20,7 @@ import pytest
 
 from etp import EtpConfig
 from etp import errors as etp_errors
-from megatron_patches import fixes, refit_training
+from megatron_patches import fixes, hf_training, refit_training
 from megatron_patches.arguments import add_arguments
 from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
@@ -142,7 +142,7 @@ def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:
 
 def test_the_way_of_one_box_is_as_it_is_told() -> None:
     page = (ROOT / "docs" / "refit.md").read_text().partition("## The way of one box\n")[2]
-    (code, printed), *_ = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (code, printed), *_ = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -206,6 +206,26 @@ def test_flags_of_refit_commands_are_documented(command: str) -> None:
     commands: Any = build_parser()._subparsers._group_actions[0]
     options = {option for action in commands.choices[command]._actions for option in action.option_strings}
     assert {option for option in options if not re.search(rf"{option}\b(?!-)", text)} <= {"-h", "--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_flags_modules_files_and_targets_that_there_are(page: Path) -> None:
+    text = page.read_text()
+    commands: Any = build_parser()._subparsers._group_actions[0]
+    parsers = [add_arguments(argparse.ArgumentParser()), refit_training.add_arguments(argparse.ArgumentParser())]
+    parsers += [hf_training.add_arguments(argparse.ArgumentParser()), *commands.choices.values()]
+    options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    flags = set(re.findall(r"(?<![\w-])--(?:no-)?(?:expert-etp|etp|refit|load-hf)(?:-[a-z0-9-]*[a-z0-9])?", text))
+    assert sorted(flags - options - {"--refit"}) == []  # `--refit-` names all flags that begin so
+    for module in set(re.findall(r"-m ((?:benchmarks|examples|megatron_patches|tests)[\w.]*\w)", text)):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or path.is_dir(), module
+    for file in set(
+        re.findall(r"(?<![\w./-])(?:benchmarks|examples|tests|docs|megatron_patches|etp)/[\w/.-]+\.\w+", text)
+    ):
+        assert (ROOT / file).exists(), file
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= targets
 
 
 def test_options_of_the_engine_are_documented() -> None:

@@ -55,6 +55,7 @@ def test_a_run_from_the_export_is_the_run_from_the_checkpoint(
     assert len(last(started)) == STEPS
     assert last(started) == last(continued)
     assert last(spread) == pytest.approx(last(continued), rel=BF16_TOLERANCE)
+    assert "load-hf: read, 0.1 MB on this rank\nload-hf: verify, 0.1 MB on this rank\n" in started[0].log
     assert "load-hf: LlamaForCausalLM, 21 tensors of 0.2 MB in" in started[0].log
     assert "were converted" not in started[0].log
     assert "load-hf" not in continued[0].log

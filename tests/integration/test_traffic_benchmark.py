@@ -21,8 +21,8 @@ def test_the_benchmark_counts_what_the_rules_say(tmp_path: Path) -> None:
     sizes = {"layers": LAYERS, "hidden": HIDDEN, "ffn": FFN, "vocabulary": VOCABULARY, "microbatches": MICROBATCHES}
     flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), *flags, "--width", "140", "--json", str(output)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), *flags, "--json", str(output)],
+        env=os.environ | {"COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -31,6 +31,8 @@ def test_the_benchmark_counts_what_the_rules_say(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for text in ("One step of 2 microbatches over 2 ranks", "By weight, default configuration", "0.weight", "3.weight"):
         assert text in done.stdout
+    # Nothing is wrapped or cut: each configuration takes one line.
+    assert len([line for line in done.stdout.splitlines() if line.startswith("\u2502")]) == 8 + 2 + 3 * LAYERS
     result = json.loads(output.read_text())
     assert result["ranks"] == 2
     assert result["model"] == sizes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from rich.progress import Progress
 
-from examples.grpo.__main__ import CONFIG, byte_level, megatron_flags, parse
+from examples.grpo.__main__ import CONFIG, byte_level, megatron_flags, parse, pretrain, push_checkpoint, train
 from megatron_patches.refit.source.config_traits import read_config
 
 QWEN3 = Path(__file__).resolve().parents[2] / "examples" / "grpo" / "qwen3-0.6b.json"
@@ -66,3 +68,30 @@ def test_mistakes_are_told_first(
         parse()
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_folders_and_flags_of_a_user_keep_their_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def record(command: list[str], log: Path) -> Iterator[str]:
+        assert log.parent == folder
+        commands.append(command)
+        yield from ()
+
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    monkeypatch.setattr("examples.grpo.__main__.run", record)
+    monkeypatch.setattr(sys, "argv", ["grpo", "--engine-python", "python", "--flags", "--grpo-reward 'my file:score'"])
+    options = parse()
+    with Progress(disable=True) as progress:
+        assert list(pretrain(folder, options, progress)) == []
+        assert list(train(folder, ["http://a", "http://b"], "", options, progress, stale=False)) == []
+    push_checkpoint(folder, "http://a")
+    pretraining, training, push = commands
+    assert pretraining[pretraining.index("--data-path") + 1] == str(folder / "sheet")
+    assert pretraining[pretraining.index("--save") + 1] == str(folder / "checkpoint")
+    assert training[training.index("--grpo-prompts") + 1] == str(folder / "train.jsonl")
+    assert training[training.index("--grpo-log") + 1] == str(folder / "grpo.jsonl")
+    assert training[training.index("--refit-engines") + 1 :][:2] == ["http://a", "http://b"]
+    assert training[training.index("--grpo-reward") + 1] == "my file:score"
+    assert push[push.index("--load") + 1] == str(folder / "checkpoint")

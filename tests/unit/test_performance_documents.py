@@ -156,7 +156,7 @@ def test_commands_of_refits_would_write_the_reports(monkeypatch: pytest.MonkeyPa
     """Each is run by a shell in which python only prints its arguments; they are those that its report has."""
     monkeypatch.setattr("benchmarks.refit.require_gpus", lambda *_: None)
     page = (FOLDER.parent / "performance.md").read_text()
-    (commands,) = [block for block in re.findall(r"(?ms)^```\n(.*?)^```", page) if "refit_vllm" in block]
+    (commands,) = [block for block in re.findall(r"(?ms)^```sh\n(.*?)^```", page) if "refit_vllm" in block]
     script = 'python() { printf "%s\\t" "$@"; echo; }\n' + commands
     done = subprocess.run(["/bin/bash", "-c", script], check=True, cwd=FOLDER, capture_output=True, text=True)
     *runs, (_, _, *shown) = [line.split("\t")[:-1] for line in done.stdout.splitlines()]

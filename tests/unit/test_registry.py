@@ -173,6 +173,19 @@ def test_a_second_installation_changes_nothing(modules: tuple[types.ModuleType, 
     assert owner.double is first
 
 
+def test_two_patches_of_one_target_are_refused_before_any_is_installed(
+    modules: tuple[types.ModuleType, types.ModuleType],
+) -> None:
+    owner, _ = modules
+    first = owner.double
+    records = [
+        PatchRecord(target="patched_owner:double", replace=plus_one, reason=reason) for reason in ("one", "other")
+    ]
+    with pytest.raises(ValueError, match=r"patched_owner:double has two patches \('one' and 'other'\); merge them"):
+        registry.install(records)
+    assert owner.double is first
+
+
 def test_it_is_too_late_once_process_groups_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     state = types.ModuleType("megatron.core.parallel_state")
     state.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]

@@ -158,7 +158,7 @@ def test_the_oracle_sees_a_box_that_went_to_the_wrong_place() -> None:
         verify_in_memory(crossed, sources, wanted)
 
 
-def test_floors_follow_the_busiest_rank_and_the_kind_of_link() -> None:
+def test_least_times_follow_the_busiest_rank_and_the_kind_of_link() -> None:
     sources = [two_tensors(0, "x"), two_tensors(1, "y")]
     wanted = [two_tensors(0, "x"), two_tensors(1, "z")]
     plan = make_plan(SPECS, sources, wanted)
@@ -166,10 +166,10 @@ def test_floors_follow_the_busiest_rank_and_the_kind_of_link() -> None:
     # Rank 0 serves its neighbour (96 bytes at 960 B/s). The other destination, which has no source on its host, does
     # not know that, and takes as much from either.
     assert traffic.links == (Link(0, 0, 96, True), Link(0, 1, 48, False), Link(1, 1, 48, False))
-    assert (traffic.egress_seconds, traffic.ingress_seconds, traffic.floor_seconds) == (0.5, 1.0, 1.0)
+    assert (traffic.egress_seconds, traffic.ingress_seconds, traffic.least_seconds) == (0.5, 1.0, 1.0)
     assert traffic.bytes_within_hosts == 96
     near = traffic_of(plan, sources, wanted, LinkSpeeds(within_host=9.6, between_hosts=96.0))
-    assert near.floor_seconds == 10.0
+    assert near.least_seconds == 10.0
     with pytest.raises(ValueError, match="must be positive"):
         LinkSpeeds(within_host=0.0, between_hosts=1.0)
 
