@@ -98,10 +98,10 @@ def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> I
         f"--seq-length {SHEET_LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} "
         f"--lr {rate:g} --min-lr {rate / 10:g} --lr-decay-style cosine --lr-warmup-iters {min(40, iterations // 4)} "
         f"--split 100,0,0 --save-interval {iterations} --no-save-optim --no-save-rng"
-    )
-    files = {"data-path": folder / "sheet", "data-cache-path": folder / "cache", "save": folder / "checkpoint"}
-    command = training(options, "examples/pretrain_gpt.py", iterations, flags.split(), files)
-    for line in run(command, folder / "read.log"):
+    ).split()
+    flags += ["--data-path", str(folder / "sheet"), "--data-cache-path", str(folder / "cache")]
+    flags += ["--save", str(folder / "checkpoint")]
+    for line in run(training(options, "examples/pretrain_gpt.py", iterations, flags), folder / "read.log"):
         if f"/{iterations:8d} |" in line:
             loss = float(line.partition("lm loss: ")[2].split()[0])
             progress.update(task, advance=1, note=f"loss {loss:.3f}")
@@ -110,7 +110,7 @@ def pretrain(folder: Path, options: argparse.Namespace, progress: Progress) -> I
 
 def push_checkpoint(folder: Path, url: str) -> None:
     """Push the pretrained weights to a server."""
-    flags = ("--load", str(folder / "checkpoint"), "--engines", url)
+    flags = ["--load", str(folder / "checkpoint"), "--engines", url]
     for _ in run(torchrun(1, "-m", "megatron_patches.refit", "push", *flags), folder / "reference.log"):
         pass
 
@@ -129,21 +129,16 @@ def train(
         f"--lr {rate:g} --min-lr {rate / 5:g} --lr-warmup-iters {min(4, options.steps - 1)} --lr-decay-style linear "
         f"--seed {GRPO_SEED} --calculate-per-token-loss --dataloader-type external --finetune "
         f"--grpo-samples {SAMPLES} --grpo-tokens 6 --grpo-clip {CLIP} --grpo-lag {int(options.asynchronous)} "
-        f"--refit-wait --refit-pause {options.pause} --refit-interval {options.steps + 1 if stale else 1} "
-        f"--refit-engines {' '.join(urls)}"
-    )
+        f"--refit-wait --refit-pause {options.pause} "
+        f"--refit-interval {options.steps + 1 if stale else 1} --refit-engines {' '.join(urls)}"
+    ).split()
+    flags += ["--load", str(folder / "checkpoint"), "--grpo-log", str(log)]
+    flags += ["--grpo-prompts", str(folder / "train.jsonl"), "--grpo-held-out", str(folder / "held_out.jsonl")]
+    flags += shlex.split(options.flags)
     if reference:
-        flags += f" --grpo-reference {reference} --grpo-kl {options.kl}"
-    files = {
-        "load": folder / "checkpoint",
-        "grpo-prompts": folder / "train.jsonl",
-        "grpo-held-out": folder / "held_out.jsonl",
-        "grpo-log": log,
-    }
-    more = [*flags.split(), *shlex.split(options.flags)]
-    command = training(options, "examples/grpo/train.py", options.steps, more, files)
+        flags += ["--grpo-reference", reference, "--grpo-kl", str(options.kl)]
     reader = Reader(log)
-    for line in run(command, folder / f"{name}.txt"):
+    for line in run(training(options, "examples/grpo/train.py", options.steps, flags), folder / f"{name}.txt"):
         if "until it answers again" in line or "answers again, and takes part" in line:
             progress.console.print(line.strip()[:200], highlight=False)
         if (step := reader.line(line)) is not None:
@@ -151,15 +146,11 @@ def train(
             yield step
 
 
-def training(
-    options: argparse.Namespace, script: str, iterations: int, flags: Sequence[str], files: Mapping[str, Path]
-) -> list[str]:
-    """Command line that runs a Megatron script on this machine; ``files`` are flags, too, and may have spaces."""
+def training(options: argparse.Namespace, script: str, iterations: int, flags: Sequence[str]) -> list[str]:
+    """Command line that runs a Megatron script on this machine."""
     model = megatron_flags(options.config, options.device)
     common = f"--etp-size {min(2, options.ranks)} --train-iters {iterations}"
-    named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    start = torchrun(options.ranks, "-m", "megatron_patches", str(ROOT / script))
-    return [*start, *model, *common.split(), *named, *flags]
+    return torchrun(options.ranks, "-m", "megatron_patches", str(ROOT / script), *model, *common.split(), *flags)
 
 
 def parse() -> argparse.Namespace:

@@ -91,8 +91,8 @@ def final_reward(steps: Sequence[Step]) -> float:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all of these tests write; the first one to run pretrains. Its name has spaces, as a user's may."""
-    return tmp_path_factory.mktemp("a folder of grpo")
+    """Where all of these tests write; the first one to run pretrains. Its name has a space, as a user's may."""
+    return tmp_path_factory.mktemp("grpo out")
 
 
 @pytest.fixture(scope="module")
