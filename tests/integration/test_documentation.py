@@ -94,7 +94,7 @@ def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_example_of_an_import_trains(tmp_path: Path) -> None:
     page = ROOT / "docs" / "import.md"
-    (writing,), (training,) = _fenced(page, "python"), _fenced(page, "sh")
+    (writing,), (training, _) = _fenced(page, "python"), _fenced(page, "sh")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {
