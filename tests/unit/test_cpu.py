@@ -179,12 +179,22 @@ def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"context_parallel_size": 2}, "--context-parallel-size 2"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
         ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+        ({"hybrid_layer_pattern": "ME*-"}, "--hybrid-layer-pattern"),
+        ({"hybrid_layer_pattern": "ME*-", "spec": ["megatron.core.models", "stack"]}, "--hybrid-layer-pattern"),
     ],
 )
 def test_what_needs_layers_of_transformer_engine_is_refused(settings: dict[str, object], flag: str) -> None:
-    plain = {"context_parallel_size": 1, "moe_grouped_gemm": False, "use_precision_aware_optimizer": False}
+    plain = {
+        "context_parallel_size": 1,
+        "moe_grouped_gemm": False,
+        "use_precision_aware_optimizer": False,
+        "hybrid_layer_pattern": None,
+        "spec": None,
+    }
     cpu.check_layers(argparse.Namespace(**plain, transformer_impl="local"))
     cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="transformer_engine"))
+    own_layers = {"hybrid_layer_pattern": "ME*-", "spec": ["my.layers", "stack"]}
+    cpu.check_layers(argparse.Namespace(**plain | own_layers, transformer_impl="local"))
     with pytest.raises(UnsupportedConfigurationError, match=f"^{flag} needs Transformer Engine's kernels, and with"):
         cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="local"))
 
