@@ -142,8 +142,8 @@ class Gathers:
         if not published:
             for hook in group.before_gather:
                 hook()
-        if not slot.reads:
-            # New memory, which compute enqueued so far may have used before the allocator recycled it.
+        if not slot.reads or None in slot.reads:
+            # New memory, which compute enqueued so far may have used before the allocator recycled it; or no streams.
             return None
         reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
         if published:
@@ -151,7 +151,8 @@ class Gathers:
             return reads
         final = self._weights.final.get(route.device)
         if final is None or group.before_gather or not group.is_observed(self._weights.stamp):
-            return None
+            # The shards may have been written last by work that the caller has enqueued just now.
+            final = route.gather.mark()
         return [final, *reads]
 
     # Ahead of visits -----------------------------------------------------------------------------------------

@@ -339,7 +339,8 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("once", [False, True])
-def test_two_compute_streams_overtake_nobody(device: Device, seed: int, once: bool) -> None:
+@pytest.mark.parametrize("updated_late", [False, True])
+def test_two_compute_streams_overtake_nobody(device: Device, seed: int, once: bool, updated_late: bool) -> None:
     order = random.Random(seed)  # noqa: S311
     torch.manual_seed(seed)
     model = Branches(device, order)
@@ -351,6 +352,8 @@ def test_two_compute_streams_overtake_nobody(device: Device, seed: int, once: bo
     )
     runtime = etp.shard_module(model, dist.group.WORLD, config=config)
     runtime.routes.transports[dist.group.WORLD] = Copies(device)
+    for group in runtime.groups if updated_late else ():
+        group.before_gather.append(lambda: None)
     for _ in range(3):
         x = torch.randn(2, SIDE)
         for _ in range(2):
