@@ -24,6 +24,7 @@ TRAINING = {
     "h100x2": ("h100x2-etp", "h100x2-others"),
     "h100x2-fp8": ("h100x2-fp8-block", "h100x2-fp8-tensor"),
     "h100x2-moe": ("h100x2-moe-ours", "h100x2-moe-theirs"),
+    "h200x4-moe": ("h200x4-moe-ours", "h200x4-moe-theirs"),
     "h200x2-sizes": (
         "h200x2-small-etp",
         "h200x2-small-others",
