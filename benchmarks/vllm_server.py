@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.vllm_process import ON_A_CPU, ServerError, starting_server
+from examples.vllm_process import ON_A_CPU, ServerError, starting_server, visible_gpus
 from megatron_patches.refit.credentials import Credentials
 
 __all__ = ["ALPHABET", "Sample", "ServerError", "VllmServer", "serve"]
@@ -102,14 +102,15 @@ def serve(model: Path, backend: str, gpus: Sequence[int], arguments: Sequence[st
     Args:
         model: folder with a configuration and a tokenizer.
         backend: vLLM's name of the way weights are to come.
-        gpus: which it may use, one a worker; none for a build of vLLM for CPUs.
+        gpus: those it may use, one a worker, as PyTorch numbers them here; none for a build of vLLM for CPUs.
         arguments: of the command line, beside those that the benchmark needs.
         log: where its output goes.
 
     Raises:
         ServerError: if it does not start.
     """
-    variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **({} if gpus else ON_A_CPU)}
+    names = visible_gpus() if gpus else []
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus), **({} if gpus else ON_A_CPU)}
     more = ["--dtype", "bfloat16", "--tensor-parallel-size", str(max(1, len(gpus))), *arguments]
     with starting_server(model, "benchmark", backend, more, variables, log) as server:
         server.wait()

@@ -155,6 +155,15 @@ def starting_server(
         server.end()
 
 
+def visible_gpus() -> list[str]:
+    """This machine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    number = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",")[:number] if named else list(map(str, range(number)))
+
+
 def _first_error(said: str) -> str:
     """The first exception in a server's output; later ones come from other processes that end as a consequence."""
     errors = (line for line in said.splitlines() if _AN_ERROR.search(line))

@@ -29,7 +29,7 @@ from examples.grpo import sums
 from examples.grpo.report import Reader, Step, plot, table
 from examples.grpo.servers import start_servers
 from examples.quickstart import QuickstartError, quiet, run, torchrun
-from examples.vllm_process import ServerError
+from examples.vllm_process import ServerError, visible_gpus
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.hf_flags import model_flags
 from megatron_patches.refit.source.config_traits import read_config
@@ -214,15 +214,6 @@ def parse() -> argparse.Namespace:
             )
         options.engine_gpus = gpus[options.ranks :]
     return options
-
-
-def visible_gpus() -> list[str]:
-    """This machine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    import torch
-
-    number = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return named.split(",")[:number] if named else list(map(str, range(number)))
 
 
 def end_at_sigterm() -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from examples.serving import write_byte_tokenizer
-from examples.vllm_process import starting_server
+from examples.vllm_process import starting_server, visible_gpus
 from megatron_patches.refit import KVScales
 from megatron_patches.refit.engines import SleepMode
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -240,7 +240,7 @@ def test_a_server_that_receives_only_changes_holds_and_answers_what_a_fresh_one_
     """
     first, last = tmp_path / "model_0", tmp_path / "model_1"
     export(LARGE, WeightFormat.TRAINED, {first: 0})
-    server = servers.start(first, load="dummy", variables={"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)})
+    server = servers.start(first, load="dummy", variables={"CUDA_VISIBLE_DEVICES": visible_gpus()[-1]})
     args = (LARGE, server.url, (0.01, 0.3), str(last))
     (((whole, some, more), found),) = run_megatron(bodies.push_changes, 1, BACKEND, LIMIT_S, args=args)
     print(f"MB of a whole version, of 1 % and of 30 %: {whole / 1e6:.1f}, {some / 1e6:.1f}, {more / 1e6:.1f}")  # noqa: T201

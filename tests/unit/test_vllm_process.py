@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import vllm_server
 from examples import vllm_process
 from examples.vllm_process import ServerError, starting_server
 
@@ -78,3 +82,25 @@ def test_a_server_that_does_not_answer_says_so(
     monkeypatch.setattr(vllm_process, "START_TIMEOUT_S", 1.0)
     with pytest.raises(ServerError, match=r"it did not answer within 1 s$"):
         start(tmp_path, script)
+
+
+@pytest.mark.parametrize(("visible", "given"), [("", "1,2"), ("4,5,7,6", "5,7"), ("GPU-a,GPU-b,GPU-c", "GPU-b,GPU-c")])
+def test_a_server_of_a_benchmark_gets_the_gpus_that_the_process_sees(
+    visible: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables_of_server: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def stop(*arguments: object, **_: object) -> Iterator[None]:
+        variables = arguments[4]
+        assert isinstance(variables, Mapping)
+        variables_of_server.update(variables)
+        raise ServerError("far enough")
+        yield
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(vllm_server, "starting_server", stop)
+    with pytest.raises(ServerError), vllm_server.serve(tmp_path, "etp", (1, 2), (), tmp_path / "log"):
+        pass
+    assert variables_of_server["CUDA_VISIBLE_DEVICES"] == given
