@@ -1,7 +1,7 @@
 """Messages of the two ends of a link on their control connection.
 
-A source sends one hello, announces packets, and forwards messages of its wire. A destination answers with the numbers
-of slots that it has unpacked, one byte each.
+A source sends one hello, announces packets, and tells of its storages. A destination answers with one byte each: the
+number of a slot that it has unpacked, or one of those below.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Hello(msgspec.Struct):
 
 
 class Told(msgspec.Struct, tag=True, array_like=True):
-    """A message from a source's wire to its destination's wire.
+    """What a source tells about its storages. It announces no packet until that is taken.
 
     Attributes:
-        content: the message, encoded by the wire.
+        content: the message, encoded by the transport.
     """
 
     content: bytes
@@ -68,5 +68,11 @@ class Head(msgspec.Struct, tag=True, array_like=True):
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_message = msgspec.msgpack.Decoder(Told | Head).decode
 encode = msgspec.msgpack.Encoder().encode
+decode_numbers = msgspec.msgpack.Decoder(list[int]).decode
 SLOT = struct.Struct("<B")
-NO_SLOT = 255  # in place of a slot, for a direct load
+NO_SLOT = 255
+"""In place of a slot, for a direct load."""
+TAKEN = 254
+"""The destination has taken what it was told."""
+ASK = 253
+"""The destination asks for file descriptors; a message with their numbers follows."""

@@ -165,8 +165,7 @@ class ReceivingEnd:
             PartyFailedError: if a source has gone, or ``check`` raises.
             TransferError: if a packet was announced that is not planned.
         """
-        patience = Patience(self._place.timeout_s, f"a packet from source ranks {sorted(self._links)[:8]}", check)
-        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, patience)
+        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, check)
         for arriving in self._arriving:
             if arriving.done():
                 self._arriving.remove(arriving)
@@ -219,13 +218,15 @@ class ReceivingEnd:
             self._arriving.clear()
             self.stop()
 
-    def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, patience: Patience) -> None:
+    def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, check: Check) -> None:
         """Starts to fetch every announced packet. Waits up to ``wait_s`` for the first announcement."""
         for key, _ in self._selector.select(wait_s):
             connection, wire = self._links[key.data]
+            patience = Patience(self._place.timeout_s, f"source rank {key.data} to tell what it sends", check)
             message = messages.decode_message(frames.receive(connection, patience))
             if isinstance(message, messages.Told):
-                wire.begin(message.content)
+                wire.begin(message.content, patience)
+                frames.send_all(connection, messages.SLOT.pack(messages.TAKEN), patience)
                 continue
             self._arriving.append(self._fetch(key.data, wire, message, load_of, places_of))
 

@@ -5,6 +5,7 @@ The wires transfer the payload; see :mod:`megatron_patches.refit.transports.base
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import struct
@@ -62,12 +63,13 @@ class _Outgoing:
         self.connection, self.wire = connection, wire
         self.free = deque(range(SLOTS))
         self.direct = 0  # loads under way
+        self.told = False  # and the destination has not taken that yet
         self.packed: deque[_Departure] = deque()
         self.unpacked: deque[_Departure] = deque()
 
     @property
     def waiting(self) -> bool:
-        return bool(self.packed or self.unpacked)
+        return not self.told and bool(self.packed or self.unpacked)
 
     def leave(self) -> _Departure:
         """The next departure. Packed ones go first, because they occupy slots."""
@@ -98,7 +100,7 @@ class SendingEnd:
         self._links: dict[int, _Outgoing] = {}
         self._selector = selectors.DefaultSelector()
         self._stopped = False
-        self._news = 0  # number of slots and loads returned so far
+        self._news = 0  # number of what destinations have said so far
         self.sent_bytes = 0
 
     @property
@@ -135,11 +137,14 @@ class SendingEnd:
             PartyFailedError: if a destination has gone, or a storage can no longer be accessed in place.
         """
         self.sent_bytes = 0
+        told = self._transport.begin(memory)
+        if told is None:
+            return
+        message = messages.encode(messages.Told(told))
         for destination, link in self._links.items():
-            told = link.wire.begin(memory)
-            if told is not None:
-                patience = self._patience(f"destination rank {destination} to listen", check)
-                frames.send(link.connection, messages.encode(messages.Told(told)), patience)
+            patience = self._patience(f"destination rank {destination} to listen", check)
+            link.told = True
+            frames.send(link.connection, message, patience)
 
     def connect(
         self, offers: Mapping[int, Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
@@ -296,17 +301,31 @@ class SendingEnd:
         return Patience(self._place.timeout_s, what, look_after)
 
     def _collect(self, wait_s: float, patience: Patience) -> None:
-        """Collects returned slots and loads. Waits up to ``wait_s`` for the first."""
+        """Collects returned slots and loads, and answers destinations. Waits up to ``wait_s`` for the first."""
         for link in self._links.values():
             link.wire.check()
         for key, _ in self._selector.select(wait_s):
             self._news += 1
             link = self._links[key.data]
             (number,) = messages.SLOT.unpack(frames.receive_exactly(link.connection, messages.SLOT.size, patience))
-            if number == messages.NO_SLOT:
+            if number == messages.ASK:
+                self._hand_over(link, patience)
+            elif number == messages.TAKEN:
+                link.told = False
+            elif number == messages.NO_SLOT:
                 link.direct -= 1
             else:
                 link.free.append(number)
+
+    def _hand_over(self, link: _Outgoing, patience: Patience) -> None:
+        """Sends the descriptors that a destination asks for."""
+        numbers = messages.decode_numbers(frames.receive(link.connection, patience))
+        with ExitStack() as closing:
+            descriptors = []
+            for number in numbers:
+                descriptors.append(self._transport.descriptor(number))
+                closing.callback(os.close, descriptors[-1])
+            frames.send_descriptors(link.connection, descriptors, patience)
 
 
 def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:
