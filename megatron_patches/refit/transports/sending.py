@@ -16,11 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
+
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import Packet
+from megatron_patches.refit.packets import NO_SLOT, Packet
 from megatron_patches.refit.ports import Memory, Payload, Spot
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports import messages
@@ -46,14 +48,8 @@ class Slot:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """A packet that is ready to leave."""
-
-    packet: Packet
-    nbytes: int
-    slot: int
-    start: Callable[[], None]
+type _Departure = tuple[Packet, Callable[[], None]]
+"""A packet that is ready to leave, and what starts its transfer."""
 
 
 class _Outgoing:
@@ -202,16 +198,15 @@ class SendingEnd:
             PartyFailedError: if the destination has gone, or ``check`` raises.
         """
         link = self._links[packet.destination]
-        start = partial(link.wire.start, slot.number, packet.payload)
-        link.packed.append(_Departure(packet, len(packet.payload), slot.number, start))
+        start = partial(link.wire.start, slot.number, slot.payload[: packet.nbytes])
+        link.packed.append((replace(packet, slot=slot.number), start))
         self._depart_in_turn(check)
 
     def send_direct(self, packet: Packet, load: Load, places: Sequence[Spot], check: Check) -> None:
         """Sends a direct load whose boxes lie in ``places``; raises as :meth:`send`."""
         link = self._links[packet.destination]
         link.direct += 1
-        start = partial(link.wire.start_direct, load, places)
-        link.unpacked.append(_Departure(packet, load.nbytes, messages.NO_SLOT, start))
+        link.unpacked.append((packet, partial(link.wire.start_direct, load, places)))
         self._depart_in_turn(check)
 
     def wait_for_news(self, check: Check, what: str) -> None:
@@ -266,27 +261,15 @@ class SendingEnd:
             chosen = waiting[0] if turns is None else turns.choose(waiting)
             if chosen is None:
                 return
-            departure = self._links[chosen].leave()
-            self._announce(departure.packet, departure.nbytes, departure.slot, check)
-            if departure.nbytes:  # nothing may have changed
-                departure.start()
-            self.sent_bytes += departure.nbytes
+            packet, start = self._links[chosen].leave()
+            self._announce(packet, check)
+            if packet.nbytes:  # nothing may have changed
+                start()
+            self.sent_bytes += packet.nbytes
 
-    def _announce(self, packet: Packet, nbytes: int, slot: int, check: Check) -> None:
+    def _announce(self, packet: Packet, check: Check) -> None:
         patience = self._patience(f"destination rank {packet.destination} to take a packet", check)
-        head = messages.Head(
-            packet.plan_digest,
-            packet.version,
-            packet.number,
-            packet.source,
-            packet.destination,
-            tuple(packet.digests),
-            nbytes,
-            slot,
-        )
-        if packet.delta is not None:
-            head.base, head.changed = packet.delta.base, packet.delta.changed
-        frames.send(self._links[packet.destination].connection, messages.encode(head), patience)
+        frames.send(self._links[packet.destination].connection, messages.encode(packet), patience)
 
     def _patience(self, what: str, check: Check) -> Patience:
         """A wait for a message to a destination, during which returned slots are collected.
@@ -312,7 +295,7 @@ class SendingEnd:
                 self._hand_over(link, patience)
             elif number == messages.TAKEN:
                 link.told = False
-            elif number == messages.NO_SLOT:
+            elif number == NO_SLOT:
                 link.direct -= 1
             else:
                 link.free.append(number)
