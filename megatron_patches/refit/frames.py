@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Buffer, Callable
+from collections.abc import Buffer, Callable, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -18,6 +19,13 @@ _LOOK_AROUND_S = 0.1  # interval at which a wait checks whether it should end
 _MOST_STRANGERS = 128  # connections without the secret that may be open at a time
 SECRET_BYTES = 16
 """Length of the secret that a new connection must send first."""
+
+MOST_DESCRIPTORS = 64
+"""File descriptors per message. Linux allows 253, and counts those under way against the sender's limit of open files.
+"""
+
+_DESCRIPTOR = struct.Struct("=i")
+_EXTRA_BYTES = socket.CMSG_LEN(MOST_DESCRIPTORS * _DESCRIPTOR.size)
 
 
 class Patience:
@@ -136,6 +144,55 @@ def receive_into(connection: socket.socket, buffer: memoryview, patience: Patien
         if not count:
             raise patience.lost("the peer closed it")
         buffer = buffer[count:]
+
+
+def send_descriptors(connection: socket.socket, descriptors: Sequence[int], patience: Patience) -> None:
+    """Sends file descriptors, at most :data:`MOST_DESCRIPTORS`, over a local socket; raises as :func:`send`."""
+    while True:
+        try:
+            socket.send_fds(connection, [b"d"], descriptors)
+            return
+        except TimeoutError:
+            patience.tick()
+        except OSError as error:
+            raise patience.lost(str(error)) from error
+
+
+def receive_descriptors(connection: socket.socket, count: int, patience: Patience) -> list[int]:
+    """The next message's file descriptors, which child processes do not inherit, and the caller closes.
+
+    Args:
+        connection: from :func:`prepare`.
+        count: how many the peer sends with :func:`send_descriptors`.
+        patience: how long to wait.
+
+    Raises:
+        PartyFailedError: as :func:`receive`, and if fewer arrive.
+    """
+    while True:
+        try:
+            # Not recv_fds, which ignores flags (Python 3.12).
+            message, extra, flags, _ = connection.recvmsg(1, _EXTRA_BYTES, socket.MSG_CMSG_CLOEXEC)
+            break
+        except TimeoutError:
+            patience.tick()
+        except OSError as error:
+            raise patience.lost(str(error)) from error
+    found = [
+        descriptor
+        for level, kind, content in extra
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(content)
+    ]
+    if message and len(found) == count and not flags & socket.MSG_CTRUNC:
+        return found
+    for descriptor in found:
+        os.close(descriptor)
+    if not message:
+        raise patience.lost("the peer closed it")
+    raise PartyFailedError(
+        f"{len(found)} of {count} descriptors have come; has this process reached its limit of open files (ulimit -n)?"
+    )
 
 
 class Callers:

@@ -97,9 +97,9 @@ def verify_in_memory(
         unpacker.begin(1, received[rank])
     peak = elements = untouched = 0
     for sender in senders:
-        for packet in sender.pack(1):
-            peak = max(peak, len(packet.payload))
-            unpackers[packet.destination].accept(packet).result()
+        for packet, payload in sender.pack(1):
+            peak = max(peak, packet.nbytes)
+            unpackers[packet.destination].accept(packet, payload).result()
     for manifest in destinations:
         unpackers[manifest.rank].verify()
         expected = before[manifest.rank]

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 from megatron_patches.refit.delta import Delta, delta_bytes
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.ports import Payload, Pending
+from megatron_patches.refit.ports import Pending
+
+NO_SLOT = 255
+"""In place of a slot's number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """A load in transfer.
+class Packet(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A load in transfer, as its source announces it. The payload travels by itself.
+
+    The boxes are not named, because both ends have cut the same plan on the same terms.
 
     Attributes:
-        plan_digest: digest of the link's part of the sender's plan.
+        plan_digest: digest of the link's part of the source's plan.
         version: version of the weights.
         number: number of the packet within its link.
         source: rank that sends.
         destination: rank that receives.
-        digests: digests of the load's boxes, in its order. Boxes are not named: both ends have cut the same plan.
-        payload: their elements, one box after another, each in row-major order; empty for a direct load.
-        delta: what the payload holds instead, if not all elements.
+        digests: digests of the load's boxes, in its order.
+        nbytes: size of the payload; for a direct load, of its boxes.
+        delta: what the payload holds if not all elements, one box after another, each in row-major order.
+        slot: number of the link's slot that the payload is in; :data:`NO_SLOT` for a direct load, and outside of links.
     """
 
     plan_digest: str
@@ -30,16 +35,17 @@ class Packet:
     number: int
     source: int
     destination: int
-    digests: Sequence[int]
-    payload: Payload
+    digests: tuple[int, ...]
+    nbytes: int
     delta: Delta | None = None
+    slot: int = NO_SLOT
 
 
 class Packing:
     """A packet whose boxes are being packed, or only digested.
 
     Args:
-        packet: the packet, with room for all elements of a packed load.
+        packet: the packet, without digests, as if its payload held all elements.
         load: what it carries.
         digests: of the boxes.
         delta: what its payload will hold instead of all elements.
@@ -56,11 +62,10 @@ class Packing:
 
     def result(self) -> Packet:
         """Waits until the packet is ready, and returns it."""
-        packet = replace(self._packet, digests=self._digests.result())
-        if self._delta is None:
-            return packet
-        delta = self._delta.result()
-        return replace(packet, payload=packet.payload[: payload_bytes(self.load, delta)], delta=delta)
+        digests = tuple(self._digests.result())
+        delta = None if self._delta is None else self._delta.result()
+        nbytes = payload_bytes(self.load, delta)
+        return replace(self._packet, digests=digests, nbytes=nbytes, delta=delta)
 
 
 def payload_bytes(load: Load, delta: Delta | None) -> int:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.packets import Packing
+from megatron_patches.refit.packets import Packet, Packing
 from megatron_patches.refit.ports import Pending
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.base import Check
-from megatron_patches.refit.transports.receiving import Incoming, ReceivingEnd
+from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, Slot
 from megatron_patches.refit.unpacker import Unpacker
 
@@ -143,23 +143,23 @@ def _receive_version(
     meanwhile: Callable[[], None] | None,
 ) -> None:
     left = unpacker.expected
-    unpacking: deque[tuple[Incoming, Pending[None]]] = deque()
+    unpacking: deque[tuple[Packet, Pending[None]]] = deque()
     looks = _Looks()
     patience = Patience(timeout_s, lambda: end.awaited, check)
     while left or unpacking:
         waiting = end.idle and not unpacking
         found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=_LOOK_AROUND_S if waiting else 0.0)
         if found is not None:
-            unpacking.append((found, unpacker.accept(found.packet)))
+            unpacking.append((found[0], unpacker.accept(*found)))
             left -= 1
         if meanwhile is not None and left == end.on_their_way:
             meanwhile()
             meanwhile = None
         ended = bool(unpacking) and unpacking[0][1].done()
         if ended:
-            incoming, pending = unpacking.popleft()
+            packet, pending = unpacking.popleft()
             pending.result()
-            end.release(incoming, check)
+            end.release(packet, check)
         if found is not None or ended:
             looks.found()
             patience = Patience(timeout_s, lambda: end.awaited, check)

@@ -103,21 +103,23 @@ class Sender:
             begin += count
             count *= _GROWTH if self._port.asynchronous else 1
 
-    def pack(self, version: int) -> Iterator[Packet]:
-        """All packets, in the order of :attr:`loads`, each in its own memory.
+    def pack(self, version: int) -> Iterator[tuple[Packet, Payload]]:
+        """All packets and their payloads, in the order of :attr:`loads`, each in its own memory.
 
         Raises:
             TransferError: if a box would have to be converted, or a storage has elements of the wrong width.
         """
         for loads in self.loads.values():
             for load in loads:
-                yield self.pack_into(load, version, np.empty(load.nbytes, dtype=np.uint8)).result()
+                payload = np.empty(load.nbytes, dtype=np.uint8)
+                packet = self.pack_into(load, version, payload).result()
+                yield packet, payload[: packet.nbytes]
 
     def pack_into(self, load: Load, version: int, payload: Payload) -> Packing:
         """Starts to pack a load into ``payload``, which must be large enough; raises as :meth:`pack`."""
         self._check_types(load)
         payload, batch = payload[: load.nbytes], self._batches[load.key]
-        packet = self._packet(load, version, payload)
+        packet = self._packet(load, version)
         if self._base is None:
             return Packing(packet, load, self._port.pack(batch, payload))
         return Packing(packet, load, *self._base.pack(load, batch, payload))
@@ -133,7 +135,7 @@ class Sender:
         found, begin = [], 0
         for load in loads:
             end = begin + len(load.items)
-            found.append(Packing(self._packet(load, version, b""), load, digests.part(begin, end)))
+            found.append(Packing(self._packet(load, version), load, digests.part(begin, end)))
             begin = end
         return found
 
@@ -148,9 +150,9 @@ class Sender:
         if base is not None:
             base.close()
 
-    def _packet(self, load: Load, version: int, payload: Payload) -> Packet:
+    def _packet(self, load: Load, version: int) -> Packet:
         digest = self._plan.digests[self._rank, load.destination]
-        return Packet(digest, version, load.number, self._rank, load.destination, (), payload)
+        return Packet(digest, version, load.number, self._rank, load.destination, (), load.nbytes)
 
     def _check_types(self, load: Load) -> None:
         for item in load.items:

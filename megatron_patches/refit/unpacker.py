@@ -25,7 +25,7 @@ from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.packets import Packet, payload_bytes
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.port_choice import open_port
-from megatron_patches.refit.ports import Batch, Done, Memory, Pending, Piece, Port, Spot
+from megatron_patches.refit.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Spot
 from megatron_patches.refit.staging import StagingPool
 
 
@@ -96,7 +96,7 @@ class Unpacker:
         """The planned load of an announced packet.
 
         Args:
-            announced: the packet; its boxes and payload are ignored.
+            announced: the packet; its digests are ignored.
 
         Raises:
             RefitError: as :meth:`accept`.
@@ -107,10 +107,13 @@ class Unpacker:
         """Where the boxes of a load belong."""
         return self._open.places(self._batches[load.key])
 
-    def accept(self, packet: Packet) -> Pending[None]:
-        """Starts to unpack a packet. Its payload may be overwritten once that has ended.
+    def accept(self, packet: Packet, payload: Payload) -> Pending[None]:
+        """Starts to unpack a packet.
 
-        The boxes of a direct load are already in place.
+        Args:
+            packet: the packet.
+            payload: its payload, which may be overwritten once this has ended. It is empty for a direct load, whose
+                boxes are already in place.
 
         Raises:
             PlanMismatchError: if the sender follows another plan.
@@ -120,7 +123,7 @@ class Unpacker:
         load = self._planned(packet)
         nbytes = 0 if load.direct else payload_bytes(load, packet.delta)
         for came, planned, what in (
-            (len(packet.payload), nbytes, "bytes"),
+            (len(payload), nbytes, "bytes"),
             (len(packet.digests), len(load.items), "digests"),
         ):
             if came != planned:
@@ -129,15 +132,15 @@ class Unpacker:
                     f"not the {planned} planned"
                 )
         if packet.delta is not None:
-            unpacking = self._complete(packet, packet.delta, load)
+            unpacking = self._complete(packet, packet.delta, load, payload)
         elif load.direct:
             unpacking = Done(None)
         else:
-            unpacking = self._open.unpack(self._batches[load.key], packet.payload)
+            unpacking = self._open.unpack(self._batches[load.key], payload)
         self._arrived[load.key] = packet.digests
         return unpacking
 
-    def _complete(self, packet: Packet, delta: Delta, load: Load) -> Pending[None]:
+    def _complete(self, packet: Packet, delta: Delta, load: Load, payload: Payload) -> Pending[None]:
         """Starts to unpack a load of which the changed elements have arrived."""
         if self._base is None or self._base.version != delta.base:
             held = "none" if self._base is None else f"version {self._base.version}"
@@ -147,7 +150,7 @@ class Unpacker:
             )
         what = f"packet {packet.number} from source rank {packet.source}, to {self._here}"
         with _named(what):
-            return _Named(self._base.unpack(load, self._batches[load.key], packet.payload, delta.changed), what)
+            return _Named(self._base.unpack(load, self._batches[load.key], payload, delta.changed), what)
 
     @property
     def _here(self) -> str:

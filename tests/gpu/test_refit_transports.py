@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +20,6 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.delta import Base, PayloadKind
-from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.destination import DestinationParty
@@ -31,7 +32,6 @@ from megatron_patches.refit.transports import cuda_vmm, turns
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime, MappedHandle, decode_handle
-from megatron_patches.refit.transports.descriptors import DescriptorServer, take_descriptors
 from tests.gpu.devices import needs_gpus
 from tests.support.launch import RanksFailedError, WorkerPool, run_distributed
 
@@ -413,6 +413,13 @@ def returning_body(rank: int, world_size: int, kind: Kind) -> list[int]:
     return [_freed_by_closing(kind, device) for _ in range(5)]
 
 
+def own_descriptors(runtime: CudaRuntime, numbers: Sequence[int], use: Callable[[int, int], None]) -> None:
+    for number in numbers:
+        descriptor = runtime.descriptor(number)
+        use(number, descriptor)
+        os.close(descriptor)
+
+
 def _freed_by_closing(kind: Kind, device: torch.device) -> int:
     torch.cuda.empty_cache()
     runtime = CudaRuntime(str(device))
@@ -421,11 +428,7 @@ def _freed_by_closing(kind: Kind, device: torch.device) -> int:
     tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
     expected, target = tensor.cpu(), torch.zeros_like(tensor)
     at = runtime.locate({"weights": tensor})["weights"]
-    server = DescriptorServer(runtime.descriptor)
-    opened = runtime.open(
-        at.handle, lambda numbers, use: take_descriptors(server.counter, numbers, use, Patience(10.0, "memory"))
-    )
-    server.close()
+    opened = runtime.open(at.handle, partial(own_descriptors, runtime))
     copier = runtime.copier()
     torch.cuda.synchronize()
     for _ in range(2):

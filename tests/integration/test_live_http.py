@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_patches.refit import packets
 from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.transports.base import Check
+from megatron_patches.refit.transports.sending import SendingEnd, Slot
 from tests.integration.live_refit import PROMPTS, STAGING, export_all_body, fill, start
 from tests.integration.tiny_models import QWEN2, QWEN3, QWEN3_MOE
 from tests.support.launch import run_megatron
@@ -90,18 +92,17 @@ def push_body(
 
 def corrupt_next_packet() -> None:
     """One bit of the next packet that this process sends changes after it was digested."""
-    packing_class: Any = packets.Packing
-    original = packing_class.result
+    end_class: Any = SendingEnd
+    original = end_class.send
 
-    def result(packing: packets.Packing) -> packets.Packet:
-        packet: packets.Packet = original(packing)
-        if len(packet.payload):
-            packing_class.result = original
-            payload: Any = packet.payload
-            payload[len(payload) // 2] ^= 4
-        return packet
+    def send(end: SendingEnd, packet: Packet, slot: Slot, check: Check) -> None:
+        if packet.nbytes:
+            end_class.send = original
+            payload: Any = slot.payload
+            payload[packet.nbytes // 2] ^= 4
+        original(end, packet, slot, check)
 
-    packing_class.result = result
+    end_class.send = send
 
 
 @pytest.mark.parametrize(("model", "tp"), CASES, ids=[f"{model}-tp{tp}" for model, tp in CASES])

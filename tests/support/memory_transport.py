@@ -13,7 +13,7 @@ from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.plan import Link, Plan
-from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.ports import Bits, Payload
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.unpacker import Unpacker
 
@@ -56,9 +56,9 @@ class Receiver:
         self._incoming = {name: storage.copy() for name, storage in self._serving.items()}
         self._unpacker.begin(version, self._incoming)
 
-    def accept(self, packet: Packet) -> None:
+    def accept(self, packet: Packet, payload: Payload) -> None:
         """Unpacks a packet beside the serving weights; raises as :meth:`Unpacker.accept`."""
-        self._unpacker.accept(packet)
+        self._unpacker.accept(packet, payload)
 
     def verify(self) -> None:
         """Compares every wanted box with what was sent; raises as :meth:`Unpacker.verify`."""
@@ -96,9 +96,9 @@ def refit(senders: Sequence[Sender], receivers: Mapping[int, Receiver], version:
         receiver.begin(version)
     peak = 0
     for sender in senders:
-        for packet in sender.pack(version):
-            peak = max(peak, len(packet.payload))
-            receivers[packet.destination].accept(packet)
+        for packet, payload in sender.pack(version):
+            peak = max(peak, packet.nbytes)
+            receivers[packet.destination].accept(packet, payload)
     for receiver in receivers.values():
         receiver.verify()
     for receiver in receivers.values():

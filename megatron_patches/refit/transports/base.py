@@ -22,7 +22,7 @@ from enum import StrEnum
 
 import msgspec
 
-from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.errors import PartyFailedError, TransferError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
@@ -111,7 +111,8 @@ class LinkEnd:
     """One side of a link, from which its wire is made.
 
     Attributes:
-        connection: the control connection. Wires may use it until both are made, both sides in the same order.
+        connection: the control connection. Wires may use it until both are made, both sides in the same order; later
+            only as :meth:`IncomingWire.begin` says.
         peer: number of the other party.
         slot_bytes: size of a slot.
         patience: limits how long making the wire may take.
@@ -131,14 +132,6 @@ class OutgoingWire(ABC):
     """
 
     slots: Sequence[Payload]
-
-    def begin(self, memory: Memory) -> bytes | None:  # noqa: ARG002 - most wires need no message
-        """The message about the storages to send before a version's direct loads; None if nothing has changed.
-
-        Raises:
-            PartyFailedError: if a storage can no longer be accessed in place.
-        """
-        return None
 
     @abstractmethod
     def start(self, slot: int, payload: Payload) -> None:
@@ -163,8 +156,15 @@ class OutgoingWire(ABC):
 class IncomingWire(ABC):
     """The payload's way into a destination process."""
 
-    def begin(self, told: bytes) -> None:  # noqa: B027 - most wires need no message
-        """Takes the message of the source's wire about its storages.
+    def begin(self, told: bytes, patience: Patience) -> None:  # noqa: B027 - most wires need no message
+        """Takes what the source tells about its storages; see :meth:`Transport.begin`.
+
+        Until this returns, the source sends nothing on the control connection but what the wire asks for, namely
+        descriptors (:data:`megatron_patches.refit.transports.messages.ASK`).
+
+        Args:
+            told: the message.
+            patience: limits how long it may take.
 
         Raises:
             PartyFailedError: if the storages cannot be accessed.
@@ -245,6 +245,25 @@ class Transport(ABC):
             offers: of this party's peers, by party number; of all parties if they connect :attr:`together`.
             check: raises if another party has failed.
         """
+
+    def begin(self, memory: Memory) -> bytes | None:  # noqa: ARG002 - most transports need no message
+        """What a source tells all its destinations about its storages before it sends a version from them.
+
+        Returns:
+            The message, which the other ends of the links take; None if nothing has changed since the last one.
+
+        Raises:
+            PartyFailedError: if a storage can no longer be accessed in place.
+        """
+        return None
+
+    def descriptor(self, number: int) -> int:
+        """A file descriptor that a destination asks for, to take what it was told; the caller closes it.
+
+        Raises:
+            PartyFailedError: by default, as few transports need descriptors; also if there is no such number.
+        """
+        raise PartyFailedError(f"{type(self).__name__} was asked for descriptor {number}")
 
     @abstractmethod
     def outgoing(self, end: LinkEnd) -> OutgoingWire:

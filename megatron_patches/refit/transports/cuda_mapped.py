@@ -9,7 +9,6 @@ as well.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,7 +69,6 @@ class ChunkShelf:
         self._driver = driver
         self._held: dict[int, _Held] = {}
         self._next = 0
-        self._lock = threading.Lock()
 
     def locate(self, spans: Mapping[str, tuple[int, int]]) -> dict[str, Lying]:
         """Finds the chunks of some memory, and forgets all other chunks.
@@ -97,15 +95,14 @@ class ChunkShelf:
         }
 
     def export(self, number: int) -> int:
-        """A file descriptor of a chunk, which the caller closes. May be called in any thread.
+        """A file descriptor of a chunk, which the caller closes.
 
         Raises:
             PartyFailedError: if the chunk is not on the shelf, or CUDA fails.
         """
-        with self._lock:
-            for held in self._held.values():
-                if held.chunk.number == number:
-                    return self._driver.export_file(held.handle)
+        for held in self._held.values():
+            if held.chunk.number == number:
+                return self._driver.export_file(held.handle)
         raise PartyFailedError(f"memory number {number} is not, or no longer, on the shelf; weights have moved since")
 
     def close(self) -> None:
@@ -143,14 +140,12 @@ class ChunkShelf:
         held = _Held(Chunk(self._next, nbytes), handle)
         self._next += 1
         self._forget({base} & set(self._held))
-        with self._lock:
-            self._held[base] = held
+        self._held[base] = held
         return held
 
     def _forget(self, bases: Iterable[int]) -> None:
-        with self._lock:
-            for base in bases:
-                self._driver.release(self._held.pop(base).handle)
+        for base in bases:
+            self._driver.release(self._held.pop(base).handle)
 
     def _rows(self, bases: Sequence[int]) -> list[_Row]:
         """Groups chunks without gaps between them."""

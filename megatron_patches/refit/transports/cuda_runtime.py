@@ -19,7 +19,6 @@ import torch
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
-from megatron_patches.refit.transports.cuda_ipc import Location
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaDriver
 from megatron_patches.refit.transports.direct_copies import Numbers, Rows
@@ -124,15 +123,30 @@ class MappedHandle(msgspec.Struct, frozen=True, tag="mapped"):
     chunks: tuple[Chunk, ...]
 
 
+class Location(msgspec.Struct, frozen=True):
+    """Where a storage lies.
+
+    Attributes:
+        handle: handle with which other processes open its allocation.
+        start: its first byte in the allocation.
+    """
+
+    handle: bytes
+    start: int
+
+
 _encode = msgspec.msgpack.Encoder().encode
 decode_handle = msgspec.msgpack.Decoder(IpcHandle | MappedHandle).decode
 
 
 class CudaRuntime:
-    """One GPU; see :class:`megatron_patches.refit.transports.cuda_ipc.DeviceRuntime`.
+    """One GPU as seen by one process. All methods raise PartyFailedError if CUDA fails.
 
     Args:
         device: torch's name of the GPU, such as ``cuda:1``.
+
+    Attributes:
+        uuid: the GPU's UUID, equal in all processes.
 
     Raises:
         PartyFailedError: if it is not a GPU, or CUDA's library is missing.
@@ -169,7 +183,12 @@ class CudaRuntime:
         return CudaExport(self._library, self._device, int(address.value or 0), nbytes, _encode(_ipc(handle)))
 
     def open(self, handle: bytes, fetch: Fetch) -> CudaOpened:
-        """Opens memory that another process has exported."""
+        """Opens memory that another process has exported.
+
+        Args:
+            handle: its handle.
+            fetch: fetches descriptors from that process, if the handle needs them.
+        """
         how = decode_handle(handle)
         with self._current():
             if isinstance(how, MappedHandle):
@@ -215,7 +234,11 @@ class CudaRuntime:
         return found
 
     def descriptor(self, number: int) -> int:
-        """A descriptor of a chunk, for the process that requests it."""
+        """A descriptor of a chunk, for the process that requests it, as a handle says; the caller closes it.
+
+        Raises:
+            PartyFailedError: if the number is unknown, or CUDA fails.
+        """
         with self._current():
             return self._shelf.export(number)
 
@@ -339,7 +362,7 @@ class CudaOpened:
 
 
 class CudaCopier:
-    """See :class:`megatron_patches.refit.transports.cuda_ipc.Copier`.
+    """Starts copies to this party's GPU. Addresses are those of this process.
 
     Args:
         library: CUDA.
@@ -351,7 +374,16 @@ class CudaCopier:
         self._library, self._device, self._streams, self._used = library, device, streams, set[int]()
 
     def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
-        """Starts to copy runs of bytes."""
+        """Starts to copy runs of bytes, in any order.
+
+        Args:
+            sources: ``[runs]``, source address of each.
+            targets: ``[runs]``, target address of each.
+            nbytes: ``[runs]``, length of each.
+
+        Raises:
+            PartyFailedError: if CUDA fails.
+        """
         if self._library.has_batches and len(nbytes) > 1:
             to, start, length = (np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, nbytes))
             self._library.copy_batch(to, start, length, self._next())
@@ -360,7 +392,7 @@ class CudaCopier:
             self._library.copy(target, source, length, self._next())
 
     def rows(self, source: int, target: int, rows: Rows) -> None:
-        """Starts to copy rows."""
+        """Starts to copy rows from ``source`` to ``target``, the addresses of the first row; raises as :meth:`runs`."""
         self._library.copy_rows(target, source, rows, self._next())
 
     def ended(self) -> Pending[None]:

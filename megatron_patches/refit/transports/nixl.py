@@ -19,6 +19,7 @@ import numpy as np
 from megatron_patches.refit import frames
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS
@@ -77,10 +78,19 @@ class NixlTransport(Transport):
         self._place = place
         self._agent = NixlAgent(place.party, place.device)
         self._storages = RegisteredStorages(self._agent)
+        self._told: tuple[int, Mapping[str, int]] = self._storages.generation, {}
 
     def hidden(self, memory: Memory) -> frozenset[str]:
         """Storages that NIXL cannot register."""
         return self._storages.hide(memory)
+
+    def begin(self, memory: Memory) -> bytes | None:
+        """The addresses of storages, if they have changed."""
+        addresses, generation = self._storages.locate(memory), self._storages.generation
+        if (generation, addresses) == self._told:
+            return None
+        anew, self._told = generation != self._told[0], (generation, addresses)
+        return msgspec.msgpack.encode(_Told(self._agent.metadata, anew, addresses))
 
     def outgoing(self, end: LinkEnd) -> NixlOutgoing:
         """Sends the destination what it must know to read the slots."""
@@ -92,7 +102,7 @@ class NixlTransport(Transport):
         except BaseException:
             slots.release()
             raise
-        return NixlOutgoing(agent, slots, self._storages)
+        return NixlOutgoing(agent, slots)
 
     def incoming(self, end: LinkEnd) -> NixlIncoming:
         """Receives what is needed to read the source's slots."""
@@ -151,22 +161,11 @@ class NixlOutgoing(OutgoingWire):
     Args:
         agent: this party's agent.
         slots: memory to pack into.
-        storages: the party's weights.
     """
 
-    def __init__(self, agent: NixlAgent, slots: _Slots, storages: RegisteredStorages) -> None:
-        self._agent, self._slots, self._storages = agent, slots, storages
+    def __init__(self, agent: NixlAgent, slots: _Slots) -> None:
+        self._agent, self._slots = agent, slots
         self.slots = slots.payloads
-        self._told: tuple[int, Mapping[str, int]] = storages.generation, {}
-
-    def begin(self, memory: Memory) -> bytes | None:
-        """The addresses of storages, if they have changed."""
-        addresses = self._storages.locate(memory)
-        found = self._storages.generation, addresses
-        if found == self._told:
-            return None
-        anew, self._told = found[0] != self._told[0], found
-        return msgspec.msgpack.encode(_Told(self._agent.metadata, anew, dict(addresses)))
 
     def start(self, slot: int, payload: Payload) -> None:
         """Does nothing: the destination reads the slot after the announcement."""
@@ -199,12 +198,13 @@ class NixlIncoming(IncomingWire):
         self._what = f"reading a packet of source rank {end.peer}"
         self._addresses: Mapping[str, int] = {}
 
-    def begin(self, told: bytes) -> None:
+    def begin(self, told: bytes, patience: Patience) -> None:
         """Receives what is needed to read the source's storages.
 
         Raises:
             PartyFailedError: if NIXL cannot reach them.
         """
+        del patience  # it needs no answer
         storages = _decode_told(told)
         if storages.anew:
             self._agent.part(self._peer.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.ports import Memory
@@ -26,7 +26,6 @@ class RegisteredStorages:
         self._agent = agent
         self._registered: set[MemoryRange] = set()
         self._hidden: frozenset[str] = frozenset()
-        self._located: tuple[Memory, Mapping[str, int]] = {}, {}
         self.generation = 0
 
     def hide(self, memory: Memory) -> frozenset[str]:
@@ -38,7 +37,7 @@ class RegisteredStorages:
         self._hidden = frozenset(memory) - frozenset(self._register(memory))
         return self._hidden
 
-    def locate(self, memory: Memory) -> Mapping[str, int]:
+    def locate(self, memory: Memory) -> dict[str, int]:
         """Address of each storage that other parties can read. Registers moved storages again.
 
         Args:
@@ -47,16 +46,14 @@ class RegisteredStorages:
         Raises:
             PartyFailedError: if a storage can no longer be registered.
         """
-        if self._located[0] is not memory:
-            found = self._register(memory)
-            lost = sorted(frozenset(memory) - frozenset(found) - self._hidden)
-            if lost:
-                raise PartyFailedError(
-                    f"{lost[0]} (and {len(lost) - 1} more) has moved into memory that NIXL cannot register; the next "
-                    "push finds another way for it"
-                )
-            self._located = memory, found
-        return self._located[1]
+        found = self._register(memory)
+        lost = sorted(frozenset(memory) - frozenset(found) - self._hidden)
+        if lost:
+            raise PartyFailedError(
+                f"{lost[0]} (and {len(lost) - 1} more) has moved into memory that NIXL cannot register; the next push "
+                "finds another way for it"
+            )
+        return found
 
     def _register(self, memory: Memory) -> dict[str, int]:
         regions = {name: range_of(storage) for name, storage in memory.items()}

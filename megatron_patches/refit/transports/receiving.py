@@ -11,17 +11,15 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
 from typing import cast
 
 import msgspec
 
 from megatron_patches.refit import frames
-from megatron_patches.refit.delta import Delta
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import Packet, payload_bytes
+from megatron_patches.refit.packets import NO_SLOT, Packet, payload_bytes
 from megatron_patches.refit.ports import Done, Payload, Pending, Spot
 from megatron_patches.refit.transports import messages
 from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
@@ -30,35 +28,18 @@ LoadOf = Callable[[Packet], Load]
 PlacesOf = Callable[[Load], Sequence[Spot]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Incoming:
-    """A packet that has arrived.
-
-    Attributes:
-        packet: the packet. Its payload is valid until the packet is released.
-        slot: number of its slot; for a direct load, a number that no slot has.
-        source: rank that sent it.
-    """
-
-    packet: Packet
-    slot: int
-    source: int
-
-
 class _Arriving:
-    """A packet that was announced."""
+    """A packet that was announced, and whose payload is on its way."""
 
-    def __init__(self, source: int, packet: Packet, slot: int, payload: Pending[object]) -> None:
-        self.source, self._packet, self._slot, self._payload = source, packet, slot, payload
+    def __init__(self, packet: Packet, payload: Pending[object]) -> None:
+        self.packet, self._payload = packet, payload
 
     def done(self) -> bool:
         return self._payload.done()
 
-    def result(self) -> Incoming:
+    def result(self) -> tuple[Packet, Payload]:
         payload = self._payload.result()
-        if self._slot == messages.NO_SLOT:
-            return Incoming(self._packet, self._slot, self.source)
-        return Incoming(replace(self._packet, payload=cast(Payload, payload)), self._slot, self.source)
+        return self.packet, b"" if self.packet.slot == NO_SLOT else cast(Payload, payload)
 
 
 class ReceivingEnd:
@@ -152,8 +133,12 @@ class ReceivingEnd:
         end = LinkEnd(connection=connection, peer=hello.source, slot_bytes=size, patience=patience)
         return hello.source, self._transport.incoming(end)
 
-    def receive(self, load_of: LoadOf, places_of: PlacesOf, check: Check, *, wait_s: float) -> Incoming | None:
-        """The next packet that has arrived from any source; None if there is none.
+    def receive(
+        self, load_of: LoadOf, places_of: PlacesOf, check: Check, *, wait_s: float
+    ) -> tuple[Packet, Payload] | None:
+        """The next packet that has arrived from any source, and its payload; None if there is none.
+
+        The payload, empty for a direct load, is valid until the packet is released.
 
         Args:
             load_of: returns the planned load of an announced packet.
@@ -165,8 +150,7 @@ class ReceivingEnd:
             PartyFailedError: if a source has gone, or ``check`` raises.
             TransferError: if a packet was announced that is not planned.
         """
-        patience = Patience(self._place.timeout_s, f"a packet from source ranks {sorted(self._links)[:8]}", check)
-        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, patience)
+        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, check)
         for arriving in self._arriving:
             if arriving.done():
                 self._arriving.remove(arriving)
@@ -176,7 +160,7 @@ class ReceivingEnd:
     @property
     def awaited(self) -> str:
         """What the end is waiting for, for messages. Any thread may ask."""
-        announced = sorted({arriving.source for arriving in list(self._arriving)})
+        announced = sorted({arriving.packet.source for arriving in list(self._arriving)})
         if announced:
             return f"what source ranks {announced[:8]} have announced and not delivered"
         return f"a packet from any of source ranks {sorted(self._links)[:8]}"
@@ -191,14 +175,14 @@ class ReceivingEnd:
         """Whether no announced packet is in flight."""
         return not self._arriving
 
-    def release(self, incoming: Incoming, check: Check) -> None:
+    def release(self, packet: Packet, check: Check) -> None:
         """Returns the packet's slot to its source.
 
         Raises:
             PartyFailedError: if the source has gone.
         """
-        patience = Patience(self._place.timeout_s, f"source rank {incoming.source} to take a slot back", check)
-        frames.send_all(self._links[incoming.source][0], messages.SLOT.pack(incoming.slot), patience)
+        patience = Patience(self._place.timeout_s, f"source rank {packet.source} to take a slot back", check)
+        frames.send_all(self._links[packet.source][0], messages.SLOT.pack(packet.slot), patience)
 
     def stop(self) -> None:
         """Ends all transfers under way. Call :meth:`close` next."""
@@ -219,38 +203,40 @@ class ReceivingEnd:
             self._arriving.clear()
             self.stop()
 
-    def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, patience: Patience) -> None:
+    def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, check: Check) -> None:
         """Starts to fetch every announced packet. Waits up to ``wait_s`` for the first announcement."""
         for key, _ in self._selector.select(wait_s):
             connection, wire = self._links[key.data]
+            patience = Patience(self._place.timeout_s, f"source rank {key.data} to tell what it sends", check)
             message = messages.decode_message(frames.receive(connection, patience))
             if isinstance(message, messages.Told):
-                wire.begin(message.content)
+                wire.begin(message.content, patience)
+                frames.send_all(connection, messages.SLOT.pack(messages.TAKEN), patience)
                 continue
             self._arriving.append(self._fetch(key.data, wire, message, load_of, places_of))
 
     def _fetch(
-        self, source: int, wire: IncomingWire, head: messages.Head, load_of: LoadOf, places_of: PlacesOf
+        self, source: int, wire: IncomingWire, packet: Packet, load_of: LoadOf, places_of: PlacesOf
     ) -> _Arriving:
         """Starts to fetch one packet."""
-        delta = None if head.base < 0 else Delta(head.base, head.changed)
-        packet = Packet(head.plan_digest, head.version, head.number, head.source, head.destination, (), b"", delta)
-        load = load_of(packet)
+        if packet.source != source:
+            raise TransferError(f"source rank {source} announces a packet of source rank {packet.source}")
+        load, delta = load_of(packet), packet.delta
         if delta is not None and (load.direct or not 0 <= delta.changed <= load.nbytes // load.width):
             raise TransferError(
-                f"source rank {source} announces {delta.changed} changed elements in packet {head.number}, of "
+                f"source rank {source} announces {delta.changed} changed elements in packet {packet.number}, of "
                 f"{load.nbytes // load.width}, direct: {load.direct}"
             )
         planned = len(load.items), payload_bytes(load, delta), load.direct
-        announced = len(head.digests), head.nbytes, head.slot == messages.NO_SLOT
+        announced = len(packet.digests), packet.nbytes, packet.slot == NO_SLOT
         if planned != announced:
             raise TransferError(
                 f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, "
-                f"in packet {head.number}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
+                f"in packet {packet.number}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
         payload: Pending[object]
         if load.direct:
             payload = wire.fetch_direct(load, places_of(load))
         else:
-            payload = wire.fetch(head.slot, head.nbytes) if head.nbytes else Done(b"")
-        return _Arriving(source, replace(packet, digests=head.digests), head.slot, payload)
+            payload = wire.fetch(packet.slot, packet.nbytes) if packet.nbytes else Done(b"")
+        return _Arriving(packet, payload)

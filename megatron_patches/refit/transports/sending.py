@@ -5,6 +5,7 @@ The wires transfer the payload; see :mod:`megatron_patches.refit.transports.base
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import struct
@@ -15,11 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
+
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import Packet
+from megatron_patches.refit.packets import NO_SLOT, Packet
 from megatron_patches.refit.ports import Memory, Payload, Spot
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports import messages
@@ -45,14 +48,8 @@ class Slot:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """A packet that is ready to leave."""
-
-    packet: Packet
-    nbytes: int
-    slot: int
-    start: Callable[[], None]
+type _Departure = tuple[Packet, Callable[[], None]]
+"""A packet that is ready to leave, and what starts its transfer."""
 
 
 class _Outgoing:
@@ -62,12 +59,13 @@ class _Outgoing:
         self.connection, self.wire = connection, wire
         self.free = deque(range(SLOTS))
         self.direct = 0  # loads under way
+        self.told = False  # and the destination has not taken that yet
         self.packed: deque[_Departure] = deque()
         self.unpacked: deque[_Departure] = deque()
 
     @property
     def waiting(self) -> bool:
-        return bool(self.packed or self.unpacked)
+        return not self.told and bool(self.packed or self.unpacked)
 
     def leave(self) -> _Departure:
         """The next departure. Packed ones go first, because they occupy slots."""
@@ -98,7 +96,7 @@ class SendingEnd:
         self._links: dict[int, _Outgoing] = {}
         self._selector = selectors.DefaultSelector()
         self._stopped = False
-        self._news = 0  # number of slots and loads returned so far
+        self._news = 0  # number of what destinations have said so far
         self.sent_bytes = 0
 
     @property
@@ -135,11 +133,14 @@ class SendingEnd:
             PartyFailedError: if a destination has gone, or a storage can no longer be accessed in place.
         """
         self.sent_bytes = 0
+        told = self._transport.begin(memory)
+        if told is None:
+            return
+        message = messages.encode(messages.Told(told))
         for destination, link in self._links.items():
-            told = link.wire.begin(memory)
-            if told is not None:
-                patience = self._patience(f"destination rank {destination} to listen", check)
-                frames.send(link.connection, messages.encode(messages.Told(told)), patience)
+            patience = self._patience(f"destination rank {destination} to listen", check)
+            link.told = True
+            frames.send(link.connection, message, patience)
 
     def connect(
         self, offers: Mapping[int, Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
@@ -197,16 +198,15 @@ class SendingEnd:
             PartyFailedError: if the destination has gone, or ``check`` raises.
         """
         link = self._links[packet.destination]
-        start = partial(link.wire.start, slot.number, packet.payload)
-        link.packed.append(_Departure(packet, len(packet.payload), slot.number, start))
+        start = partial(link.wire.start, slot.number, slot.payload[: packet.nbytes])
+        link.packed.append((replace(packet, slot=slot.number), start))
         self._depart_in_turn(check)
 
     def send_direct(self, packet: Packet, load: Load, places: Sequence[Spot], check: Check) -> None:
         """Sends a direct load whose boxes lie in ``places``; raises as :meth:`send`."""
         link = self._links[packet.destination]
         link.direct += 1
-        start = partial(link.wire.start_direct, load, places)
-        link.unpacked.append(_Departure(packet, load.nbytes, messages.NO_SLOT, start))
+        link.unpacked.append((packet, partial(link.wire.start_direct, load, places)))
         self._depart_in_turn(check)
 
     def wait_for_news(self, check: Check, what: str) -> None:
@@ -261,27 +261,15 @@ class SendingEnd:
             chosen = waiting[0] if turns is None else turns.choose(waiting)
             if chosen is None:
                 return
-            departure = self._links[chosen].leave()
-            self._announce(departure.packet, departure.nbytes, departure.slot, check)
-            if departure.nbytes:  # nothing may have changed
-                departure.start()
-            self.sent_bytes += departure.nbytes
+            packet, start = self._links[chosen].leave()
+            self._announce(packet, check)
+            if packet.nbytes:  # nothing may have changed
+                start()
+            self.sent_bytes += packet.nbytes
 
-    def _announce(self, packet: Packet, nbytes: int, slot: int, check: Check) -> None:
+    def _announce(self, packet: Packet, check: Check) -> None:
         patience = self._patience(f"destination rank {packet.destination} to take a packet", check)
-        head = messages.Head(
-            packet.plan_digest,
-            packet.version,
-            packet.number,
-            packet.source,
-            packet.destination,
-            tuple(packet.digests),
-            nbytes,
-            slot,
-        )
-        if packet.delta is not None:
-            head.base, head.changed = packet.delta.base, packet.delta.changed
-        frames.send(self._links[packet.destination].connection, messages.encode(head), patience)
+        frames.send(self._links[packet.destination].connection, messages.encode(packet), patience)
 
     def _patience(self, what: str, check: Check) -> Patience:
         """A wait for a message to a destination, during which returned slots are collected.
@@ -296,17 +284,31 @@ class SendingEnd:
         return Patience(self._place.timeout_s, what, look_after)
 
     def _collect(self, wait_s: float, patience: Patience) -> None:
-        """Collects returned slots and loads. Waits up to ``wait_s`` for the first."""
+        """Collects returned slots and loads, and answers destinations. Waits up to ``wait_s`` for the first."""
         for link in self._links.values():
             link.wire.check()
         for key, _ in self._selector.select(wait_s):
             self._news += 1
             link = self._links[key.data]
             (number,) = messages.SLOT.unpack(frames.receive_exactly(link.connection, messages.SLOT.size, patience))
-            if number == messages.NO_SLOT:
+            if number == messages.ASK:
+                self._hand_over(link, patience)
+            elif number == messages.TAKEN:
+                link.told = False
+            elif number == NO_SLOT:
                 link.direct -= 1
             else:
                 link.free.append(number)
+
+    def _hand_over(self, link: _Outgoing, patience: Patience) -> None:
+        """Sends the descriptors that a destination asks for."""
+        numbers = messages.decode_numbers(frames.receive(link.connection, patience))
+        with ExitStack() as closing:
+            descriptors = []
+            for number in numbers:
+                descriptors.append(self._transport.descriptor(number))
+                closing.callback(os.close, descriptors[-1])
+            frames.send_descriptors(link.connection, descriptors, patience)
 
 
 def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
+from megatron_patches.refit import frames
 from megatron_patches.refit.ports import Bytes, Done, Payload, Pending
 from megatron_patches.refit.staging import SLOTS, StagingPool
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
@@ -40,7 +38,7 @@ class ShmTransport(Transport):
             os.ftruncate(handle, SLOTS * end.slot_bytes)
             wire = ShmOutgoing(handle, end.slot_bytes, self._pool, write=True)
             try:
-                socket.send_fds(end.connection, [b"m"], [handle])
+                frames.send_descriptors(end.connection, [handle], end.patience)
             except BaseException:
                 wire.close()
                 raise
@@ -50,7 +48,7 @@ class ShmTransport(Transport):
 
     def incoming(self, end: LinkEnd) -> ShmIncoming:
         """Maps the slots made by the source."""
-        handle = _receive_handle(end.connection, end.patience)
+        (handle,) = frames.receive_descriptors(end.connection, 1, end.patience)
         try:
             return ShmIncoming(handle, end.slot_bytes, self._pool, write=False)
         finally:
@@ -94,18 +92,3 @@ class ShmIncoming(_Slots, IncomingWire):
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """The packet, in the memory that its source packed it into."""
         return Done(self.slots[slot][:nbytes])
-
-
-def _receive_handle(connection: socket.socket, patience: Patience) -> int:
-    while True:
-        with suppress(TimeoutError):
-            message, handles, _, _ = socket.recv_fds(connection, 1, 1)
-            if handles:
-                return handles[0]
-            if not message:
-                raise patience.lost("the peer closed it")
-            raise PartyFailedError(
-                "a link's shared memory has come without its descriptor; has this process reached its limit of open "
-                "files (ulimit -n)?"
-            )
-        patience.tick()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import numpy as np
 
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience, prepare
 from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.ports import Bits
@@ -15,8 +20,10 @@ from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Offer, Place, Transport
+from megatron_patches.refit.transports.cuda_ipc import _asking
+from megatron_patches.refit.transports.cuda_mapped import Fetch
 from megatron_patches.refit.transports.receiving import ReceivingEnd
-from megatron_patches.refit.transports.sending import SendingEnd
+from megatron_patches.refit.transports.sending import SendingEnd, _Outgoing
 from megatron_patches.refit.unpacker import Unpacker
 from tests.support.refit_cases import Case
 from tests.unit.refit.test_parties import memory, values
@@ -129,3 +136,54 @@ class Ends:
         for end in self.ends:
             end.close()
         assert all(pool.leased_bytes == 0 for pool in self.pools)
+
+
+class _Giving(Transport):
+    """The least of a transport with descriptors."""
+
+    def __init__(self, give: Callable[[int], int]) -> None:
+        self._give = give
+
+    def descriptor(self, number: int) -> int:
+        return self._give(number)
+
+    def outgoing(self, end: Any) -> Any:
+        raise NotImplementedError
+
+    def incoming(self, end: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Wire:
+    def check(self) -> None:
+        """Nothing has failed."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@contextmanager
+def asked_over_a_link(
+    give: Callable[[int], int], timeout_s: float = 10.0, failed: Callable[[], None] = check
+) -> Iterator[Fetch]:
+    """Fetches descriptors over a link whose other end is answered in another thread, until answering fails."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    place = Place(party=0, sources=1, host="", device="cpu", pool=StagingPool(0), timeout_s=10.0)
+    sender, ended = SendingEnd(place, _Giving(give)), threading.Event()
+    sender._links[0] = _Outgoing(prepare(far), cast(Any, _Wire()))
+    sender._selector.register(far, 1, 0)
+
+    def answer() -> None:
+        with suppress(PartyFailedError):
+            while not ended.is_set():
+                sender._collect(0.01, Patience(10.0, "a destination", check))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield _asking(prepare(near), Patience(timeout_s, "memory", failed))
+    finally:
+        ended.set()
+        thread.join()
+        sender.close()
+        near.close()

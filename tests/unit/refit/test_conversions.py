@@ -353,8 +353,8 @@ def test_a_flipped_bit_is_caught_before_anything_is_converted() -> None:
     moved = Moved()
     moved.receiver.begin(1)
     packets = [packet for sender in moved.senders for packet in sender.pack(1)]
-    for packet in packets:
-        moved.receiver.accept(packet)
+    for packet, payload in packets:
+        moved.receiver.accept(packet, payload)
     moved.receiver._incoming["A@bfloat16"][1] ^= np.uint16(4)
     with pytest.raises(DigestError, match=r"A_log\[2:7\] in A@bfloat16 of destination rank 0"):
         moved.receiver.verify()

@@ -6,7 +6,7 @@ import mmap
 import os
 import re
 import socket
-from typing import Never
+from typing import Any, Never, cast
 
 import msgspec
 import numpy as np
@@ -18,11 +18,13 @@ from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, Terms, cut_into_loads
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
-from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
-from megatron_patches.refit.transports.base import LinkEnd, Offer, Place, TransportName
-from megatron_patches.refit.transports.cuda_ipc import CudaIpcIncoming, CudaIpcTransport, Location, OpenedMemory
+from megatron_patches.refit.pump import send_version
+from megatron_patches.refit.sender import Sender
+from megatron_patches.refit.staging import SLOTS, StagingPool
+from megatron_patches.refit.transports.base import LinkEnd, Place, TransportName
+from megatron_patches.refit.transports.cuda_ipc import CudaIpcIncoming, CudaIpcTransport
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
-from megatron_patches.refit.transports.descriptors import Counter
+from megatron_patches.refit.transports.cuda_runtime import Location
 from megatron_patches.refit.transports.direct_copies import Numbers, Rows
 from megatron_patches.refit.transports.opening import open_transport
 from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
@@ -35,6 +37,7 @@ class HostGpu:
 
     def __init__(self, number: int, *, closed: bool = False) -> None:
         self.uuid, self._closed = f"GPU-{number}", closed
+        self.exports = True
         self.out: list[str] = []
         self.copied: list[int] = []
         self.arenas: list[Exported] = []
@@ -88,6 +91,8 @@ class HostGpu:
         return found
 
     def descriptor(self, number: int) -> int:
+        if not self.exports:
+            raise PartyFailedError("cuMemExportToShareableHandle: out of memory")
         return self._shelf.export(number)
 
     def close(self) -> None:
@@ -96,7 +101,7 @@ class HostGpu:
     def export(self, nbytes: int) -> Exported:
         return Exported(nbytes, self.out)
 
-    def open(self, handle: bytes, fetch: Fetch) -> OpenedMemory:
+    def open(self, handle: bytes, fetch: Fetch) -> Opened:
         if self._closed:
             raise PartyFailedError("cudaIpcOpenMemHandle: peer access is not supported between these two devices")
         if handle.startswith(b"row"):
@@ -183,11 +188,15 @@ class OpenedRow(Opened):
         self._row.close()
 
 
+def transport_of(place: Place, gpu: HostGpu) -> CudaIpcTransport:
+    return CudaIpcTransport(place, cast(Any, gpu))
+
+
 def ends_of(
     plan: Plan, held: list[dict[str, Bits]], destinations: int, gpus: list[HostGpu], timeout_s: float = 10.0
 ) -> Ends:
     def make(place: Place) -> CudaIpcTransport:
-        return CudaIpcTransport(place, gpus[place.party])
+        return transport_of(place, gpus[place.party])
 
     return Ends(plan, held, destinations, "cuda", make, timeout_s)
 
@@ -234,14 +243,16 @@ def test_some_of_the_cases_go_directly_and_some_do_not() -> None:
 def test_memory_that_cannot_be_opened_any_longer_is_named() -> None:
     gpu = HostGpu(0)
     place = Place(party=0, sources=1, host="127.0.0.1", device="cuda", pool=StagingPool(1 << 12), timeout_s=1.0)
-    transport = CudaIpcTransport(place, gpu)
+    transport = transport_of(place, gpu)
     bits: dict[str, Bits] = {"a": np.zeros(9, np.uint16), "b": np.zeros(9, np.uint16)}
     settled = gpu.settle(bits, 1)
     assert transport.hidden(settled) == {"b"}
-    assert set(transport._locate(settled, "a link")) == {"a"}
-    assert set(transport._locate({}, "another link of the same version")) == {"a"}
+    told = transport.begin(settled)
+    assert told is not None
+    assert msgspec.msgpack.decode(told) == [[gpu.arenas[0].handle], {"a": [0, 8]}]
+    assert transport.begin(dict(settled)) is None  # nothing has moved
     with pytest.raises(PartyFailedError, match=r"a \(and 0 more\) has moved into memory that other processes cannot"):
-        transport._locate(bits, "a link")
+        transport.begin(bits)
     gpu.arenas[0].close()
 
 
@@ -267,14 +278,11 @@ def test_weights_that_cannot_be_mapped_are_named_with_their_gpus() -> None:
     count = len(case.sources)
     gpus = [HostGpu(i) for i in range(count + len(case.destinations))]
     held = [gpus[rank].settle_in_chunks(memory(part, values(case, 1)), 3) for rank, part in enumerate(case.sources)]
-    ends = ends_of(plan, held, len(case.destinations), gpus)
+    ends = ends_of(plan, held, len(case.destinations), gpus, timeout_s=2.0)
     assert set(ends.connect()) == {None}
     for gpu in gpus[count:]:
         gpu.driver.refused = "cuMemImportFromShareableHandle: operation not supported"
-    failures = ends.all(
-        lambda rank: ends.senders[rank].begin(held[rank], check),
-        lambda rank: ends.receivers[rank].receive(never, never, check, wait_s=10.0),
-    )
+    failures = begun(ends, held)
     ends.close()
     linked = {link[1] for link in plan.by_link}
     words = r"GPU GPU-(\d+) cannot reach the weights of source rank (\d+) on GPU GPU-\2 where they lie: cuMemImport.*"
@@ -284,6 +292,40 @@ def test_weights_that_cannot_be_mapped_are_named_with_their_gpus() -> None:
         assert int(found[1]) == count + rank
         assert found[0].endswith("another transport does not ask for that")
     assert linked
+    for gpu in gpus:
+        for address, _ in gpu.segments:
+            gpu.driver.drop(address)
+        assert gpu.driver.clean
+        assert not gpu.out
+
+
+def begun(ends: Ends, held: list[dict[str, Bits]]) -> list[Any]:
+    """Begins a version at both sides, which no destination takes; what each end raised."""
+    terms = {link: Terms(SLOT, Reach.ROWS, direct_bytes=8) for link in ends.plan.by_link}
+
+    def send(rank: int) -> None:
+        ends.senders[rank].begin(held[rank], check)
+        send_version(Sender(ends.plan, rank, held[rank], terms), ends.senders[rank], 1, check)
+
+    return ends.all(send, lambda rank: ends.receivers[rank].receive(never, never, check, wait_s=10.0))
+
+
+def test_a_source_that_cannot_hand_out_its_memory_says_why() -> None:
+    case = coverable(1)
+    plan = make_plan(*case.sides)
+    count = len(case.sources)
+    gpus = [HostGpu(i) for i in range(count + len(case.destinations))]
+    held = [gpus[rank].settle_in_chunks(memory(part, values(case, 1)), 3) for rank, part in enumerate(case.sources)]
+    ends = ends_of(plan, held, len(case.destinations), gpus, timeout_s=2.0)
+    assert set(ends.connect()) == {None}
+    for gpu in gpus[:count]:
+        gpu.exports = False
+    failures = begun(ends, held)
+    ends.close()
+    # Not all of them: nobody tells a destination, so it waits for the first source that it has asked.
+    assert any(str(failure) == "cuMemExportToShareableHandle: out of memory" for failure in failures[:count])
+    for rank in {link[1] for link in plan.by_link}:
+        assert "where they lie: waited 2 s for source rank" in str(failures[count + rank])
     for gpu in gpus:
         for address, _ in gpu.segments:
             gpu.driver.drop(address)
@@ -309,10 +351,8 @@ def test_memory_of_a_source_that_goes_while_the_link_is_made_is_not_kept() -> No
     """Whoever has it open keeps it taken on the source's GPU, push after push."""
     theirs, ours = HostGpu(0), HostGpu(1)
     exported = theirs.export(SLOTS * SLOT)
-    counter = msgspec.msgpack.encode(Counter("nobody", b"token"))
     here = place_of(1)
-    transport = CudaIpcTransport(here, ours)
-    transport.connect({0: Offer(address="", slot_bytes=SLOT, memory="cuda", reach=2, details=counter)}, check)
+    transport = transport_of(here, ours)
     near, far = socket.socketpair()
     with near:
         with far:
@@ -337,10 +377,16 @@ def test_all_memory_is_closed_even_where_closing_some_fails() -> None:
             closed.append(self.address)
             raise PartyFailedError(f"cudaIpcCloseMemHandle: {self.address}")
 
-    pool = StagingPool(SLOTS * SLOT)
-    lease: Lease[Payload] = pool.lease(SLOTS * SLOT, lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
-    wire = CudaIpcIncoming(Stubborn(1), lease, SLOT, lambda handle: Stubborn(int(handle)), HostGpu(0))
-    wire.begin(msgspec.msgpack.encode([[b"2", b"3"], {"a": [0, 0], "b": [1, 8]}]))
+    class StubbornGpu(HostGpu):
+        def open(self, handle: bytes, _: Fetch) -> Any:
+            return Stubborn(int(handle))
+
+    pool, patience = StagingPool(SLOTS * SLOT), Patience(2.0, "a link")
+    lease: Any = pool.lease(SLOTS * SLOT, lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
+    with socket.socket(socket.AF_UNIX) as unused:
+        end = LinkEnd(connection=unused, peer=0, slot_bytes=SLOT, patience=patience)
+        wire = CudaIpcIncoming(cast(Any, Stubborn(1)), lease, end, "GPU-1", cast(Any, StubbornGpu(0)))
+    wire.begin(msgspec.msgpack.encode([[b"2", b"3"], {"a": [0, 0], "b": [1, 8]}]), patience)
     with pytest.raises(PartyFailedError, match="cudaIpcCloseMemHandle"):
         wire.close()
     assert sorted(closed) == [1, 2, 3]

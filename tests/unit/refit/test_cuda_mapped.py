@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Lying, MappedRow
-from megatron_patches.refit.transports.descriptors import DescriptorServer, take_descriptors
 from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
+from tests.unit.refit.link_ends import asked_over_a_link
 
 
 def direct(shelf: ChunkShelf) -> Callable[[Sequence[int], Callable[[int, int], None]], None]:
@@ -130,16 +129,11 @@ def test_others_see_what_is_written_wherever_it_lies(seed: int) -> None:
     shelf = ChunkShelf(source)
     found = shelf.locate(spans)
     assert set(found) == set(spans)
-    server = DescriptorServer(shelf.export)
     rows = {}
-    for lying in found.values():
-        if lying.chunks not in rows:
-            rows[lying.chunks] = MappedRow(
-                destination,
-                3,
-                lying.chunks,
-                lambda numbers, use: take_descriptors(server.counter, numbers, use, Patience(10.0, "chunks")),
-            )
+    with asked_over_a_link(shelf.export) as fetch:
+        for lying in found.values():
+            if lying.chunks not in rows:
+                rows[lying.chunks] = MappedRow(destination, 3, lying.chunks, fetch)
     assert destination.allowed == [3] * len(rows)
     for _ in range(2):
         for name, (start, stop) in spans.items():
@@ -147,7 +141,6 @@ def test_others_see_what_is_written_wherever_it_lies(seed: int) -> None:
             theirs[:] = rng.bytes(stop - start)
             assert content_at(rows[found[name].chunks].address + found[name].start, stop - start) == theirs
             theirs.release()
-    server.close()
     shelf.close()
     for segment in segments:
         source.drop(segment)

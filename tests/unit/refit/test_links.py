@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import pytest
 
 from megatron_patches.refit import frames
 from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
-from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.delta import Delta
+from megatron_patches.refit.errors import PartyFailedError, TransferError
 from megatron_patches.refit.frames import Patience, prepare
 from megatron_patches.refit.loads import Reach, Terms
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.sender import Sender
@@ -78,6 +80,25 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other() 
     assert began == [1500]  # once, when all was on its way
     unpacker.verify()
     assert np.array_equal(taken, held)
+    sender.close()
+    receiver.close()
+
+
+def test_a_source_announces_no_packets_of_another() -> None:
+    receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
+    sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
+    offers = {0: sender.offer(512, {}), 1: receiver.offer(512)}
+    with ThreadPoolExecutor(1) as pool:
+        linked = pool.submit(sender.connect, offers, {0: 512}, {0: "d" * 64}, check)
+        receiver.connect(offers, {0: 512}, {0: "d" * 64}, check)
+        linked.result(20)
+    sender._announce(Packet("d" * 64, 1, 0, 5, 0, (), 8, Delta(3, 1), 0), check)
+
+    def unasked(_: object) -> Never:
+        raise AssertionError("it was looked for")
+
+    with pytest.raises(TransferError, match="source rank 0 announces a packet of source rank 5"):
+        receiver.receive(unasked, unasked, check, wait_s=5.0)
     sender.close()
     receiver.close()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
 from megatron_patches.refit.errors import (
@@ -24,7 +26,7 @@ from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.planning.transfers import Transfer
-from megatron_patches.refit.ports import Bits, host_bytes
+from megatron_patches.refit.ports import Bits, Payload, host_bytes
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.sender import Sender
 from tests.support.memory_transport import Receiver, refit
@@ -99,12 +101,12 @@ class Scene:
     held: list[dict[str, Bits]]
     old: dict[str, Bits]
 
-    def packets(self, version: int) -> list[Packet]:
-        return [packet for sender in self.senders for packet in sender.pack(version)]
+    def packets(self, version: int) -> list[tuple[Packet, Payload]]:
+        return [packed for sender in self.senders for packed in sender.pack(version)]
 
-    def deliver(self, packets: list[Packet]) -> None:
-        for packet in packets:
-            self.receiver.accept(packet)
+    def deliver(self, packets: list[tuple[Packet, Payload]]) -> None:
+        for packet, payload in packets:
+            self.receiver.accept(packet, payload)
         self.receiver.verify()
         self.receiver.commit()
 
@@ -150,33 +152,40 @@ def test_an_intact_version_replaces_the_old_one_and_the_next_replaces_it() -> No
     assert np.array_equal(scene.serving["a"][18:48], scene.held[1]["a"][:30])
 
 
-def content(packet: Packet) -> bytes:
-    return bytes(host_bytes(packet.payload))
+type Packed = tuple[Packet, Payload]
 
 
-def flip(packet: Packet, position: int) -> Packet:
-    payload = bytearray(content(packet))
+def content(packed: Packed) -> bytes:
+    return bytes(host_bytes(packed[1]))
+
+
+def flip(packed: Packed, position: int) -> Packed:
+    payload = bytearray(content(packed))
     payload[position] ^= 0x10
-    return replace(packet, payload=bytes(payload))
+    return packed[0], bytes(payload)
 
 
-def flipped_byte(packets: list[Packet], scene: Scene) -> list[Packet]:
+def altered(packed: Packed, **changes: Any) -> Packed:
+    return structs.replace(packed[0], **changes), packed[1]
+
+
+def flipped_byte(packets: list[Packed], scene: Scene) -> list[Packed]:
     return [packets[0], flip(packets[1], 7)]
 
 
-def swapped_boxes(packets: list[Packet], scene: Scene) -> list[Packet]:
+def swapped_boxes(packets: list[Packed], scene: Scene) -> list[Packed]:
     """The halves of a and b that source 1 sends change places; both have 60 bytes."""
     payload = content(packets[1])
-    return [packets[0], replace(packets[1], payload=payload[60:] + payload[:60])]
+    return [packets[0], (packets[1][0], payload[60:] + payload[:60])]
 
 
-def swapped_digests(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [packets[0], replace(packets[1], digests=packets[1].digests[::-1])]
+def swapped_digests(packets: list[Packed], scene: Scene) -> list[Packed]:
+    return [packets[0], altered(packets[1], digests=packets[1][0].digests[::-1])]
 
 
-def shifted_read(packets: list[Packet], scene: Scene) -> list[Packet]:
+def shifted_read(packets: list[Packed], scene: Scene) -> list[Packed]:
     payload = content(packets[1])
-    return [packets[0], replace(packets[1], payload=payload[2:] + payload[:2])]
+    return [packets[0], (packets[1][0], payload[2:] + payload[:2])]
 
 
 def misdirect(receiver: Receiver, offset: Callable[[Transfer], int]) -> None:
@@ -187,43 +196,43 @@ def misdirect(receiver: Receiver, offset: Callable[[Transfer], int]) -> None:
         expected[key] = replace(load, items=items)
 
 
-def shifted_write(packets: list[Packet], scene: Scene) -> list[Packet]:
+def shifted_write(packets: list[Packed], scene: Scene) -> list[Packed]:
     """The receiver's own transfers point one element too far, behind the plan's back."""
     misdirect(scene.receiver, lambda item: item.write.offset + 1)
     return packets
 
 
-def stale_version(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [packets[0], replace(packets[1], version=0)]
+def stale_version(packets: list[Packed], scene: Scene) -> list[Packed]:
+    return [packets[0], altered(packets[1], version=0)]
 
 
-def missing_digest(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [packets[0], replace(packets[1], digests=packets[1].digests[:-1])]
+def missing_digest(packets: list[Packed], scene: Scene) -> list[Packed]:
+    return [packets[0], altered(packets[1], digests=packets[1][0].digests[:-1])]
 
 
-def missing_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
+def missing_packet(packets: list[Packed], scene: Scene) -> list[Packed]:
     return packets[:1]
 
 
-def doubled_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
+def doubled_packet(packets: list[Packed], scene: Scene) -> list[Packed]:
     return [packets[0], *packets]
 
 
-def extra_digest(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [replace(packets[0], digests=(*packets[0].digests, 3))]
+def extra_digest(packets: list[Packed], scene: Scene) -> list[Packed]:
+    return [altered(packets[0], digests=(*packets[0][0].digests, 3))]
 
 
-def short_payload(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [replace(packets[0], payload=content(packets[0])[:-1])]
+def short_payload(packets: list[Packed], scene: Scene) -> list[Packed]:
+    return [(packets[0][0], content(packets[0])[:-1])]
 
 
-def another_plan(packets: list[Packet], scene: Scene) -> list[Packet]:
+def another_plan(packets: list[Packed], scene: Scene) -> list[Packed]:
     others = tuple(item for item in scene.plan.moves if item.region.tensor != "a")
     return [packets[0], *Sender(replace(scene.plan, moves=others), 1, scene.held[1]).pack(1)]
 
 
-def unplanned_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [replace(packets[0], number=9)]
+def unplanned_packet(packets: list[Packed], scene: Scene) -> list[Packed]:
+    return [altered(packets[0], number=9)]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +262,7 @@ def unplanned_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
     ],
 )
 def test_a_corruption_is_named_and_the_old_weights_serve(
-    corrupt: Callable[[list[Packet], Scene], list[Packet]], error: type[RefitError], message: str
+    corrupt: Callable[[list[Packed], Scene], list[Packed]], error: type[RefitError], message: str
 ) -> None:
     scene = make_scene()
     with pytest.raises(error, match=message):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
 from megatron_patches.refit.delta import Base, Delta
@@ -21,7 +22,7 @@ from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goe
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Batch, Bits, Piece
+from megatron_patches.refit.ports import Batch, Bits, Payload, Piece
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.unpacker import Unpacker
 from tests.support.quick import examples
@@ -116,7 +117,9 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
     unpacker.begin(1, as_tensors(memory) if tensors[1] else memory)
     slots = [np.empty(limit, dtype=np.uint8) for _ in range(2)]
     for index, load in enumerate(sender.loads[0]):
-        unpacker.accept(sender.pack_into(load, 1, slots[index % 2]).result()).result()
+        slot = slots[index % 2]
+        packet = sender.pack_into(load, 1, slot).result()
+        unpacker.accept(packet, slot[: packet.nbytes]).result()
     unpacker.verify()
     for placement in wanted.placements:
         box, view = placement.box, placement.view
@@ -157,11 +160,11 @@ class Related:
     def whole(self) -> None:
         """The first version arrives."""
         self.unpacker.begin(1, self.taken[0])
-        for packet in self.sender.pack(1):
-            self.unpacker.accept(packet).result()
+        for packet, payload in self.sender.pack(1):
+            self.unpacker.accept(packet, payload).result()
         self.unpacker.verify()
 
-    def relate(self) -> list[Packet]:
+    def relate(self) -> list[tuple[Packet, Payload]]:
         """Packets of the second version."""
         self.sender.renew(self.versions[1])
         self.sender.relate_to(Base(1, self.versions[0]))
@@ -189,17 +192,17 @@ def test_what_changed_brings_the_bits_that_the_whole_would(seed: int, fraction: 
     pair = related(seed, fraction, limit)
     pair.whole()
     packets = pair.relate()
-    assert all(len(packet.payload) <= load.nbytes for packet, load in zip(packets, pair.sender.loads[0], strict=True))
-    for packet in packets:
-        pair.unpacker.accept(packet).result()
+    assert all(len(payload) <= load.nbytes for (_, payload), load in zip(packets, pair.sender.loads[0], strict=True))
+    for packet, payload in packets:
+        pair.unpacker.accept(packet, payload).result()
     pair.unpacker.verify()
     if fraction == 0.0:
-        assert {(len(packet.payload), packet.delta) for packet in packets} == {(0, Delta(1, 0))}
+        assert {(len(payload), packet.delta) for packet, payload in packets} == {(0, Delta(1, 0))}
     again = related(seed, fraction, limit)
     again.sender.renew(again.versions[1])
     again.unpacker.begin(2, again.taken[1])
-    for packet in again.sender.pack(2):
-        again.unpacker.accept(packet).result()
+    for packet, payload in again.sender.pack(2):
+        again.unpacker.accept(packet, payload).result()
     for name, bits in again.taken[1].items():
         assert np.array_equal(pair.taken[1][name], bits)
 
@@ -209,13 +212,13 @@ def test_changes_are_put_over_the_memory_that_serves() -> None:
     pair.whole()
     pair.taken[1] = pair.taken[0]
     other = related(3, 0.1)
-    for packet in pair.relate():
-        pair.unpacker.accept(packet).result()
+    for packet, payload in pair.relate():
+        pair.unpacker.accept(packet, payload).result()
     pair.unpacker.verify()
     other.sender.renew(other.versions[1])
     other.unpacker.begin(2, other.taken[1])
-    for packet in other.sender.pack(2):
-        other.unpacker.accept(packet).result()
+    for packet, payload in other.sender.pack(2):
+        other.unpacker.accept(packet, payload).result()
     assert all(np.array_equal(pair.taken[0][name], bits) for name, bits in other.taken[1].items())
 
 
@@ -224,8 +227,8 @@ def test_a_base_that_differs_by_a_bit_is_noticed_before_anything_serves() -> Non
     pair.whole()
     name, bits = max(pair.taken[0].items(), key=lambda item: item[1].size)
     bits[-1] ^= 1
-    for packet in pair.relate():
-        pair.unpacker.accept(packet).result()
+    for packet, payload in pair.relate():
+        pair.unpacker.accept(packet, payload).result()
     with pytest.raises(DigestError, match=rf"{name}\[.* in {name} of destination rank 0"):
         pair.unpacker.verify()
 
@@ -237,9 +240,9 @@ def test_a_change_that_a_source_misses_is_noticed() -> None:
     for name, bits in pair.versions[1].items():
         pair.versions[0][name][...] = bits
     packets = pair.relate()
-    assert {packet.delta for packet in packets} == {Delta(1, 0)}
-    for packet in packets:
-        pair.unpacker.accept(packet).result()
+    assert {packet.delta for packet, _ in packets} == {Delta(1, 0)}
+    for packet, payload in packets:
+        pair.unpacker.accept(packet, payload).result()
     with pytest.raises(DigestError, match="version 2 is not taken"):
         pair.unpacker.verify()
 
@@ -247,15 +250,16 @@ def test_a_change_that_a_source_misses_is_noticed() -> None:
 def test_changes_since_another_version_are_refused() -> None:
     pair = related(5, 0.1)
     pair.whole()
-    packet = next(packet for packet in pair.relate() if packet.delta is not None)
+    packet, payload = next(packed for packed in pair.relate() if packed[0].delta is not None)
+    assert packet.delta is not None
     with pytest.raises(TransferError, match=r"which holds version 1, what changed since version 7"):
-        pair.unpacker.accept(replace(packet, delta=Delta(7, packet.delta.changed)))
+        pair.unpacker.accept(structs.replace(packet, delta=Delta(7, packet.delta.changed)), payload)
     pair.unpacker.begin(2, pair.taken[1])
     with pytest.raises(TransferError, match=r"which holds none, what changed since version 1"):
-        pair.unpacker.accept(packet)
+        pair.unpacker.accept(packet, payload)
     pair.unpacker.begin(2, pair.taken[1], Base(1, pair.taken[0]))
     with pytest.raises(TransferError, match=r"bytes and not the \d+ planned"):
-        pair.unpacker.accept(replace(packet, delta=Delta(1, packet.delta.changed + 100)))
+        pair.unpacker.accept(structs.replace(packet, delta=Delta(1, packet.delta.changed + 100)), payload)
     on_a_device = {name: torch.zeros(bits.size, device="meta") for name, bits in pair.taken[0].items()}
     with pytest.raises(TransferError, match="all storages must be on the host"):
         pair.unpacker.begin(2, pair.taken[1], Base(1, on_a_device))
@@ -276,8 +280,8 @@ class Straight:
     def move(self, load: Load) -> Packet:
         """As a wire moves a direct load."""
         packet = self.sender.digest((load,), 1)[0].result()
-        assert not len(packet.payload)
-        announced = self.unpacker.load_of(replace(packet, digests=()))
+        assert packet.nbytes == load.nbytes
+        announced = self.unpacker.load_of(structs.replace(packet, digests=()))
         assert announced.direct
         assert announced.items == load.items
         for source, target in zip(self.sender.places(load), self.unpacker.places(announced), strict=True):
@@ -308,14 +312,14 @@ def straight() -> Straight:
 
 def test_what_consists_of_rows_is_neither_packed_nor_unpacked(straight: Straight) -> None:
     for load in straight.sender.loads[0]:
-        straight.unpacker.accept(straight.move(load)).result()
+        straight.unpacker.accept(straight.move(load), b"").result()
     straight.unpacker.verify()
     assert np.array_equal(straight.taken.reshape(9, 400), straight.held.reshape(9, 500)[:, 50:450])
 
 
 def test_what_was_received_in_place_is_compared_like_everything_else(straight: Straight) -> None:
     for load in straight.sender.loads[0]:
-        straight.unpacker.accept(straight.move(load)).result()
+        straight.unpacker.accept(straight.move(load), b"").result()
     straight.taken[777] ^= 1
     with pytest.raises(DigestError, match=r"w\[0:9, 0:400\] in w of destination rank 0"):
         straight.unpacker.verify()
@@ -324,16 +328,16 @@ def test_what_was_received_in_place_is_compared_like_everything_else(straight: S
 def test_a_packet_with_a_payload_where_none_is_planned_is_refused(straight: Straight) -> None:
     packet = straight.move(straight.sender.loads[0][0])
     with pytest.raises(TransferError, match="has 4 bytes and not the 0 planned"):
-        straight.unpacker.accept(replace(packet, payload=b"four"))
+        straight.unpacker.accept(packet, b"four")
 
 
 def test_nothing_is_received_that_is_not_planned(straight: Straight) -> None:
     packet = straight.sender.digest((straight.sender.loads[0][0],), 1)[0].result()
     for announced, error in (
-        (replace(packet, version=2), StaleVersionError),
-        (replace(packet, plan_digest="0" * 64), PlanMismatchError),
-        (replace(packet, number=9), TransferError),
-        (replace(packet, destination=1), TransferError),
+        (structs.replace(packet, version=2), StaleVersionError),
+        (structs.replace(packet, plan_digest="0" * 64), PlanMismatchError),
+        (structs.replace(packet, number=9), TransferError),
+        (structs.replace(packet, destination=1), TransferError),
     ):
         with pytest.raises(error):
             straight.unpacker.load_of(announced)
@@ -349,7 +353,7 @@ def test_a_version_may_come_into_other_memory_than_the_last(straight: Straight) 
         for source, target in zip(straight.sender.places(load), straight.unpacker.places(load), strict=True):
             np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
         assert packing.load == load
-        straight.unpacker.accept(packing.result()).result()
+        straight.unpacker.accept(packing.result(), b"").result()
     straight.unpacker.verify()
     assert np.array_equal(again.reshape(9, 400), straight.held[::-1].reshape(9, 500)[:, 50:450])
 
@@ -410,7 +414,7 @@ def test_nothing_holds_a_versions_memory_once_it_is_there(straight: Straight) ->
         packet = sender.digest((load,), 1)[0].result()
         for source, target in zip(sender.places(load), unpacker.places(load), strict=True):
             np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
-        unpacker.accept(packet).result()
+        unpacker.accept(packet, b"").result()
     unpacker.verify()
     sender.close()
     unpacker.close()
