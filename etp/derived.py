@@ -37,6 +37,11 @@ _DETACH = frozenset({torch.detach, torch.Tensor.detach})
 _REACHES_NODE = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as})
 
 
+# A shard's last rows may be padding, which is no part of the weight.
+SUMS = named_functions("sum nansum count_nonzero any all", torch, torch.Tensor)
+"""Functions that :func:`without_padding` prepares the arguments of."""
+
+
 # Functions whose result may have different rows from the shard's.
 _RESHAPES = named_functions("view view_as reshape reshape_as flatten ravel", torch, torch.Tensor)
 
@@ -71,6 +76,8 @@ class ShardDerived(_OfShard):
             raise EtpStateError(refusal(func, derived))
         if func in ASKED_BY_WRITERS:
             refuse_writers(func, derived[0].etp_cut)
+        if func in SUMS:
+            args, kwargs = without_padding(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return mark_result(func, result, derived[0]._source, operands) if derived else result
@@ -126,6 +133,30 @@ class ShardData(_OfShard):
         if source is None or not source.knows_copies or not isinstance(result, torch.Tensor):
             return result
         return ShardCopy.of(result, source.cut)
+
+
+def without_padding(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a sum over a shard, or over what was computed from it, without the shard's rows of padding.
+
+    Args:
+        args: as ``__torch_function__`` gets them.
+        kwargs: as ``__torch_function__`` gets them.
+    """
+    summed = args[0] if args else kwargs["input"]
+    source = summed._source if isinstance(summed, ShardDerived) else summed
+    if not isinstance(source, Shard) or source.padding == 0:
+        return args, kwargs
+    layout = source.layout
+    rows = layout.shard_rows - source.padding
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(summed.shape)
+    if shape == layout.shard_shape:
+        cut = summed.narrow(0, 0, rows)
+    elif len(shape) == 1 or (len(args) <= 1 and not {"dim", "axis"} & kwargs.keys()):
+        cut = summed.flatten().narrow(0, 0, rows * layout.row_numel)
+    else:
+        return args, kwargs
+    return ((cut, *args[1:]), kwargs) if args else ((), {**kwargs, "input": cut})
 
 
 def reaches_node(func: Any, operands: Sequence[Any]) -> bool:

@@ -130,6 +130,8 @@ class GradHooks:
                 # It adds to the same memory.
                 pending.ready.wait()
         own = grad * self._times(shard)
+        # A term may have a gradient there, which may not even be finite, and a loss scaler would see it.
+        own[own.shape[0] - shard.padding :] = 0
         main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
         if main_grad is not None:
             main_grad.add_(own)

@@ -152,6 +152,11 @@ class Shard(OneOfMany, torch.nn.Parameter):
         """The shard's index, the number of shards, and the rows of the weight."""
         return self.group_rank, self._layout.num_shards, self._layout.rows
 
+    @property
+    def padding(self) -> int:
+        """How many of its rows, the last ones, are padding."""
+        return self._layout.shard_rows - self._layout.logical_rows(self.group_rank)
+
     def join_group(self, group: WeightGroup, index: int) -> None:
         """Become weight ``index`` of a group; called once, when the group is constructed."""
         if "weight_group" in self.__dict__:
