@@ -72,7 +72,7 @@ class Reductions:
         self._destinations: dict[WeightGroup, Destinations] = {}
         """Destinations of each group's latest reduction, for groups with ``main_grad``."""
         self._largest = 0
-        self.hooks = GradHooks(config, modes, self._pending)
+        self.hooks = GradHooks(config, modes, self._pending, self._forget_dropped)
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
@@ -331,6 +331,12 @@ class Reductions:
         if not self._config.reduce_once_per_iteration:
             return False
         return any(map(gradient_is_absent, itertools.compress(group.shards, chosen or itertools.repeat(True))))
+
+    def _forget_dropped(self, group: WeightGroup) -> None:
+        """Drop the local sums of ``group`` if :meth:`_was_dropped`, before it gets a gradient that would hide this."""
+        known = self._local_sums.get(group)
+        if known is not None and self._was_dropped(group, known[2]):
+            self.forget_sums(group)
 
     def forget_sums(self, group: WeightGroup) -> None:
         """Drop the local sums of ``group``, because its gradient was set to zero within the iteration."""
