@@ -18,7 +18,7 @@ import torch
 from etp.allowed import ALLOWED, is_refused
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
-from etp.refusals import INITIALISERS, named_functions, refusal
+from etp.refusals import BY_ROW, INITIALISERS, named_functions, refusal, refuse_rows
 from etp.shard import Shard
 from etp.shard_copy import AS_WEIGHT, ASKED_BY_WRITERS, COPIES, Cut, ShardCopy, WithCut, refuse_writers
 
@@ -109,7 +109,7 @@ class ShardData(_OfShard):
         """Refuse random initialisers and use as a weight. Copies record which shard they are; other results are plain.
 
         Raises:
-            TypeError: for a random initialiser.
+            TypeError: for a random initialiser, or rows that are chosen by number.
             EtpStateError: for use as a weight, and in forward passes for what needs the whole weight.
         """
         kwargs = kwargs or {}
@@ -119,6 +119,8 @@ class ShardData(_OfShard):
         sources = [operand._source for operand in operands if isinstance(operand, cls)]
         if func in INITIALISERS:
             raise TypeError(refusal(func, sources))
+        if func in BY_ROW and isinstance(args[0], cls):
+            refuse_rows(func, args, kwargs, args[0]._source)
         cut = [source for source in sources if source.layout.num_shards > 1]
         in_layers = [source for source in cut if source.has_driver and source.driver.in_forward]
         if (func in AS_WEIGHT and cut) or (in_layers and is_refused(func)):
