@@ -179,6 +179,17 @@ class Shard(OneOfMany, torch.nn.Parameter):
         # Like detach(), which would go through __torch_function__ where dynamo has compiled this.
         return torch.Tensor._make_subclass(torch.Tensor, self)
 
+    def checked_memory(self) -> torch.Tensor:
+        """:meth:`local_shard`, for a gather; ValueError if ``data`` was assigned what cannot be gathered."""
+        local = self.local_shard()
+        if tuple(local.shape) != self._layout.shard_shape or not local.is_contiguous():
+            raise ValueError(
+                f"{self.fqn} has been given memory of shape {tuple(local.shape)} and strides {local.stride()}; assign "
+                f"param.data a contiguous tensor of {self._layout.shard_shape}, this rank's rows, or load whole "
+                "weights with etp.load_full_state_dict"
+            )
+        return local
+
     def _forget_data(self) -> None:
         if self._data is not None:
             self._former_versions += self._data._version + 1
