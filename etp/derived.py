@@ -18,7 +18,7 @@ import torch
 from etp.allowed import ALLOWED, is_refused
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
-from etp.refusals import INITIALISERS, named_functions, refusal
+from etp.refusals import BY_ROW, INITIALISERS, named_functions, refusal, refuse_rows
 from etp.shard import Shard
 from etp.shard_copy import AS_WEIGHT, ASKED_BY_WRITERS, COPIES, Cut, ShardCopy, WithCut, refuse_writers
 
@@ -35,6 +35,11 @@ _DETACH = frozenset({torch.detach, torch.Tensor.detach})
 # The usual ways to get the node that accumulates a parameter's gradient: ``param.expand_as(param).grad_fn``, and the
 # call in ``torch.autograd.graph.get_gradient_edge``.
 _REACHES_NODE = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as})
+
+
+# A shard's last rows may be padding, which is no part of the weight.
+SUMS = named_functions("sum nansum count_nonzero any all", torch, torch.Tensor)
+"""Functions that :func:`without_padding` prepares the arguments of."""
 
 
 # Functions whose result may have different rows from the shard's.
@@ -71,6 +76,8 @@ class ShardDerived(_OfShard):
             raise EtpStateError(refusal(func, derived))
         if func in ASKED_BY_WRITERS:
             refuse_writers(func, derived[0].etp_cut)
+        if func in SUMS:
+            args, kwargs = without_padding(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return mark_result(func, result, derived[0]._source, operands) if derived else result
@@ -102,7 +109,7 @@ class ShardData(_OfShard):
         """Refuse random initialisers and use as a weight. Copies record which shard they are; other results are plain.
 
         Raises:
-            TypeError: for a random initialiser.
+            TypeError: for a random initialiser, or rows that are chosen by number.
             EtpStateError: for use as a weight, and in forward passes for what needs the whole weight.
         """
         kwargs = kwargs or {}
@@ -112,6 +119,8 @@ class ShardData(_OfShard):
         sources = [operand._source for operand in operands if isinstance(operand, cls)]
         if func in INITIALISERS:
             raise TypeError(refusal(func, sources))
+        if func in BY_ROW and isinstance(args[0], cls):
+            refuse_rows(func, args, kwargs, args[0]._source)
         cut = [source for source in sources if source.layout.num_shards > 1]
         in_layers = [source for source in cut if source.has_driver and source.driver.in_forward]
         if (func in AS_WEIGHT and cut) or (in_layers and is_refused(func)):
@@ -126,6 +135,30 @@ class ShardData(_OfShard):
         if source is None or not source.knows_copies or not isinstance(result, torch.Tensor):
             return result
         return ShardCopy.of(result, source.cut)
+
+
+def without_padding(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a sum over a shard, or over what was computed from it, without the shard's rows of padding.
+
+    Args:
+        args: as ``__torch_function__`` gets them.
+        kwargs: as ``__torch_function__`` gets them.
+    """
+    summed = args[0] if args else kwargs["input"]
+    source = summed._source if isinstance(summed, ShardDerived) else summed
+    if not isinstance(source, Shard) or source.padding == 0:
+        return args, kwargs
+    layout = source.layout
+    rows = layout.shard_rows - source.padding
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(summed.shape)
+    if shape == layout.shard_shape:
+        cut = summed.narrow(0, 0, rows)
+    elif len(shape) == 1 or (len(args) <= 1 and not {"dim", "axis"} & kwargs.keys()):
+        cut = summed.flatten().narrow(0, 0, rows * layout.row_numel)
+    else:
+        return args, kwargs
+    return ((cut, *args[1:]), kwargs) if args else ((), {**kwargs, "input": cut})
 
 
 def reaches_node(func: Any, operands: Sequence[Any]) -> bool:

@@ -20,7 +20,7 @@ TE's placeholder to this gradient. Both are then left to be dropped, as in Megat
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class GradHooks:
         config: options of the runtime.
         modes: whether work is being captured into a CUDA graph.
         pending: the runtime's own queue of reductions in flight, shared so that later ones are seen.
+        before_own: called with a group before autograd delivers a gradient to one of its shards.
 
     Attributes:
         watched: the watched groups, each with the shard whose autograd node reports its last use.
@@ -56,10 +57,17 @@ class GradHooks:
             none.
     """
 
-    def __init__(self, config: EtpConfig, modes: Modes, pending: Collection[PendingReduction]) -> None:
+    def __init__(
+        self,
+        config: EtpConfig,
+        modes: Modes,
+        pending: Collection[PendingReduction],
+        before_own: Callable[[WeightGroup], None],
+    ) -> None:
         self._config = config
         self._modes = modes
         self._pending = pending
+        self._before_own = before_own
         self.watched: dict[WeightGroup, Shard] = {}
         self.used_further: set[WeightGroup] = set()
         self.owed: dict[int, WeightGroup | Shard] = {}
@@ -125,11 +133,14 @@ class GradHooks:
             shard.take_placeholder()
         if grad is None or is_placeholder or self._modes.captures_part(grad):
             return None
+        self._before_own(shard.weight_group)
         for pending in self._pending:
             if any(shard is other for other in pending.group.shards):
                 # It adds to the same memory.
                 pending.ready.wait()
         own = grad * self._times(shard)
+        # A term may have a gradient there, which may not even be finite, and a loss scaler would see it.
+        own[own.shape[0] - shard.padding :] = 0
         main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
         if main_grad is not None:
             main_grad.add_(own)

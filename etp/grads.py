@@ -208,6 +208,13 @@ def gradient_is_absent(param: Shard) -> bool:
     return param.requires_grad and param.grad is None and getattr(param, "main_grad", None) is None
 
 
+def gradient_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype of a new ``grad`` of the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        # None allows any.
+        return param.grad_dtype or param.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Destinations:
     """Where the reduced gradients of some shards go.
@@ -251,7 +258,7 @@ class Destinations:
             return cls(Stack(known), accumulate=True, lasting=lasting)
         local = shards[0].local_shard()
         if not known:
-            made = new_gradients(len(shards), local)
+            made = new_gradients(len(shards), local, gradient_dtype(shards[0]))
             return cls(made, accumulate=False, fresh=list(zip(shards, made, strict=True)))
         # Some have a gradient to add to. The others get negative zeros, which change no number that is added to them.
         targets, fresh = [], []
@@ -259,7 +266,7 @@ class Destinations:
             if target is not None and target.is_contiguous():
                 targets.append(plain(target))
                 continue
-            dtype = local.dtype if target is None else target.dtype
+            dtype = gradient_dtype(shard) if target is None else target.dtype
             targets.append(torch.full_like(local, -0.0, dtype=dtype, memory_format=torch.contiguous_format))
             fresh.append((shard, targets[-1]))
         return cls(Stack(targets), accumulate=True, fresh=fresh)
@@ -276,9 +283,9 @@ class Destinations:
                     target.add_(made)
 
 
-def new_gradients(count: int, local: torch.Tensor) -> Stack:
-    """``count`` new gradients like the shard ``local``, with arbitrary content."""
+def new_gradients(count: int, local: torch.Tensor, dtype: torch.dtype) -> Stack:
+    """``count`` new gradients of the shape of the shard ``local``, with arbitrary content."""
     if count == 1:
         # Preserve-format would keep a view's strides; a gradient is contiguous like its shard.
-        return Stack([torch.empty_like(local, memory_format=torch.contiguous_format)])
-    return Stack.allocate(count, local.shape, local.dtype, local.device)
+        return Stack([torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)])
+    return Stack.allocate(count, local.shape, dtype, local.device)

@@ -258,9 +258,9 @@ class WeightGroup:
         return self.observed == (stamp, self.format, self.version)
 
     def local_shards(self) -> Stack:
-        """This rank's shards as plain tensors; the same object until one of them is bound to other storage."""
+        """This rank's shards, plain, the same object until one has other storage; ValueError if that does not fit."""
         if self._local is None:
-            self._local = Stack([shard.local_shard() for shard in self.shards])
+            self._local = Stack([shard.checked_memory() for shard in self.shards])
             self._addresses = tuple(tensor.data_ptr() for tensor in self._local)
         return self._local
 

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 
 from etp import functional
 from etp.allowed import ALLOWED, is_refused
-from etp.derived import ShardData, mark_result
+from etp.derived import SUMS, ShardData, mark_result, without_padding
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.formats.base import WeightFormat
 from etp.layout import ShardLayout
@@ -188,11 +188,9 @@ class ETPShardedParam(Shard):
             return _uncompiled(cls, func, types, args, kwargs)
         kwargs = kwargs or {}
         sharded = _SHARDED_FUNCTIONS.get(func)
-        if sharded is not None:
-            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
-            if isinstance(weight, cls):
-                with torch._C.DisableTorchFunctionSubclass():
-                    return sharded(*args, **kwargs)
+        if sharded is not None and isinstance(kwargs.get("weight", args[1] if len(args) > 1 else None), cls):
+            with torch._C.DisableTorchFunctionSubclass():
+                return sharded(*args, **kwargs)
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
         if func == _READ_DATA:
@@ -207,6 +205,8 @@ class ETPShardedParam(Shard):
             if func in _NUMEL:
                 return args[0].numel()
             raise TypeError(_refusal(func, (*args, *kwargs.values())))
+        if func in SUMS:
+            args, kwargs = without_padding(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = call_with_counted(func, args, kwargs, _times)
         if type(result) is torch.Tensor:

@@ -25,7 +25,15 @@ from etp.collectives.base import Route
 from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError
 from etp.grad_hooks import Chosen, GradHooks, chosen_shards, returned_by_autograd
-from etp.grads import BlockKind, Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
+from etp.grads import (
+    BlockKind,
+    Destinations,
+    PendingReduction,
+    gradient_dtype,
+    gradient_is_absent,
+    new_gradients,
+    padded_wgrads,
+)
 from etp.group import WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes
@@ -64,7 +72,7 @@ class Reductions:
         self._destinations: dict[WeightGroup, Destinations] = {}
         """Destinations of each group's latest reduction, for groups with ``main_grad``."""
         self._largest = 0
-        self.hooks = GradHooks(config, modes, self._pending)
+        self.hooks = GradHooks(config, modes, self._pending, self._forget_dropped)
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
@@ -210,7 +218,8 @@ class Reductions:
         padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
         is_trained = group.trained()
         trained = list(itertools.compress(group.shards, is_trained))
-        returned = new_gradients(len(trained), trained[0].local_shard())
+        local = trained[0].local_shard()
+        returned = new_gradients(len(trained), local, local.dtype)
         self._start(group, route, padded, stream, returned=Destinations(returned, accumulate=False))
         if not self._modes.now.is_part or group.used_more_than_once:
             # Autograd reads the gradient right away, except in a capture of a single use, which only passes it on.
@@ -315,13 +324,19 @@ class Reductions:
         if self._config.reduce_once_per_iteration:
             for param in itertools.compress(group.shards, chosen or itertools.repeat(True)):
                 if gradient_is_absent(param):
-                    param.grad = torch.zeros_like(param.local_shard())
+                    param.grad = torch.zeros_like(param.local_shard(), dtype=gradient_dtype(param))
 
     def _was_dropped(self, group: WeightGroup, chosen: Chosen) -> bool:
         """Whether ``zero_grad()`` was called after the first microbatch, so that the iteration was abandoned."""
         if not self._config.reduce_once_per_iteration:
             return False
         return any(map(gradient_is_absent, itertools.compress(group.shards, chosen or itertools.repeat(True))))
+
+    def _forget_dropped(self, group: WeightGroup) -> None:
+        """Drop the local sums of ``group`` if :meth:`_was_dropped`, before it gets a gradient that would hide this."""
+        known = self._local_sums.get(group)
+        if known is not None and self._was_dropped(group, known[2]):
+            self.forget_sums(group)
 
     def forget_sums(self, group: WeightGroup) -> None:
         """Drop the local sums of ``group``, because its gradient was set to zero within the iteration."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,45 @@ INITIALISERS = named_functions(
     "normal_ uniform_ log_normal_ exponential_ bernoulli_ random_ cauchy_ geometric_", torch.Tensor
 ) | named_functions("normal_ uniform_ kaiming_uniform_", nn.init)
 INITIALISERS |= frozenset({torch.eye})
+
+
+BY_ROW = named_functions(
+    "__getitem__ __setitem__ select index_select index_fill_ index_add_ index_copy_", torch, torch.Tensor
+)
+"""Functions that may choose rows of their first argument by number; see :func:`refuse_rows`."""
+
+
+def refuse_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], shard: Any) -> None:
+    """Raise TypeError if ``func`` chooses rows of a shard's data or gradient, whose numbers differ from the weight's.
+
+    Slices can be read, and masks of the shard's own shape and columns also be written.
+
+    Args:
+        func: one of ``BY_ROW``.
+        args: its arguments; the first one is the data or the gradient.
+        kwargs: its keyword arguments.
+        shard: the shard.
+    """
+    if shard.layout.num_shards == 1 or not shard.knows_copies:
+        return
+    if func in {torch.Tensor.__getitem__, torch.Tensor.__setitem__}:
+        index = args[1]
+        first = index[0] if isinstance(index, tuple) and index else index
+        if isinstance(first, torch.Tensor):
+            by_row = first.dtype is not torch.bool or first.dim() < 2
+        elif isinstance(first, slice):
+            by_row = func is torch.Tensor.__setitem__ and first != slice(None)
+        else:
+            by_row = first is not Ellipsis and first is not None and first != ()
+    else:
+        by_row = kwargs.get("dim", args[1] if len(args) > 1 else 0) in {0, -len(shard.layout.shape)}
+    if by_row:
+        start, stop = shard.layout.logical_range(shard.group_rank)
+        raise TypeError(
+            f"{func.__name__} of rows of the data or the gradient of {shard!r}: they are numbered from 0 on every "
+            f"rank, so each would take other rows of the weight. This rank has rows {start} to {stop}, without {stop}, "
+            "in param.local_shard() and param.grad.local_part(), whose row 0 is the first of these"
+        )
 
 
 def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:

@@ -82,7 +82,8 @@ class ReplicatedGrads:
         self._names.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        if self._modes.now.is_part:
+        # PyTorch drops the gradient of a parameter that was frozen after the forward pass.
+        if self._modes.now.is_part or not param.requires_grad:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(

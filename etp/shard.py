@@ -152,6 +152,11 @@ class Shard(OneOfMany, torch.nn.Parameter):
         """The shard's index, the number of shards, and the rows of the weight."""
         return self.group_rank, self._layout.num_shards, self._layout.rows
 
+    @property
+    def padding(self) -> int:
+        """How many of its rows, the last ones, are padding."""
+        return self._layout.shard_rows - self._layout.logical_rows(self.group_rank)
+
     def join_group(self, group: WeightGroup, index: int) -> None:
         """Become weight ``index`` of a group; called once, when the group is constructed."""
         if "weight_group" in self.__dict__:
@@ -173,6 +178,17 @@ class Shard(OneOfMany, torch.nn.Parameter):
         """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
         # Like detach(), which would go through __torch_function__ where dynamo has compiled this.
         return torch.Tensor._make_subclass(torch.Tensor, self)
+
+    def checked_memory(self) -> torch.Tensor:
+        """:meth:`local_shard`, for a gather; ValueError if ``data`` was assigned what cannot be gathered."""
+        local = self.local_shard()
+        if tuple(local.shape) != self._layout.shard_shape or not local.is_contiguous():
+            raise ValueError(
+                f"{self.fqn} has been given memory of shape {tuple(local.shape)} and strides {local.stride()}; assign "
+                f"param.data a contiguous tensor of {self._layout.shard_shape}, this rank's rows, or load whole "
+                "weights with etp.load_full_state_dict"
+            )
+        return local
 
     def _forget_data(self) -> None:
         if self._data is not None:

@@ -11,6 +11,8 @@ tensor subclass can intercept:
   all ranks that share a shard group, so that either all of them skip the step or none does;
 - ``zero_grad(set_to_none=False)`` writes zeros: this also discards the local sums of earlier microbatches.
 
+Functions that choose rows by number are refused, because a shard's row 0 is another row of the weight on each rank.
+
 The method ``norm`` and norms along a dimension are not intercepted: optimizers such as Adafactor and LAMB combine the
 norms of a gradient and of its weight, and both must be of the same part.
 """
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from etp.errors import EtpStateError
+from etp.refusals import BY_ROW, refuse_rows
 from etp.shard import Shard
 
 
@@ -183,7 +186,19 @@ def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
             grad.owner.driver.reductions.forget_sums(grad.owner.weight_group)
 
 
+def _by_row(func: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        owner = args[0]._owner() if isinstance(args[0], ShardGrad) else None
+        if owner is not None:
+            refuse_rows(func, args, kwargs, owner)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return refusing
+
+
 _WHOLE_GRADIENT_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{func: _by_row(func) for func in BY_ROW},
     torch.linalg.vector_norm: _vector_norm,
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _check_and_unscale,

@@ -317,6 +317,8 @@ def _replace(
                 fresh.append(ETPShardedParam.from_full(param, group, layouts[id(param)].pad_for_alignment))
                 # Attributes that users have set on the parameter, such as flags for the optimizer, are kept.
                 fresh[-1].__dict__.update({k: v for k, v in vars(param).items() if k not in vars(fresh[-1])})
+                if param.grad_dtype is not param.dtype:
+                    fresh[-1].grad_dtype = param.grad_dtype
                 done[id(param)] = (param, fresh[-1])
                 remember_shard(param, fresh[-1])
         if fresh:

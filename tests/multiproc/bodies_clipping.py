@@ -235,7 +235,7 @@ def overflow_on_one_rank(rank: int, world_size: int, culprit: int) -> None:
         model.zero_grad()
         scaler.scale(_mixture_loss(model, rank)).backward()
         if rank == culprit and overflows:
-            model.experts.weight1.grad[0, 0] = float("inf")
+            model.experts.weight1.grad.view(-1)[0] = float("inf")
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -290,7 +290,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     assert total > 0
     with_nan = next(model.parameters()).grad
     if rank == world_size - 1:
-        with_nan[0, 0] = float("nan")
+        with_nan.view(-1)[0] = float("nan")
     try:
         etp.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
     except RuntimeError as error:
@@ -328,3 +328,22 @@ def abandoned_sums(rank: int, world_size: int, how: str) -> None:
         etp.wait_async_comms(twins.model)
         twins.compare_grads(f"{how}, step {step}")
         zero(twins.model)
+
+
+def abandoned_sums_of_a_penalised_weight(rank: int, world_size: int) -> None:
+    """Microbatches given up before the reduction, and an iteration that reaches a weight by a penalty alone."""
+    torch.manual_seed(7)
+    twins = Twins(Tiny().to(device()), rank, world_size, exact=False, reduce_once_per_iteration=True)
+    for step in range(3):
+        tokens, targets = batch(step, rank, device())
+        abandoned = loss_of(twins.model(tokens), targets)
+        abandoned.backward()
+        for side in (twins.model, twins.reference.model):
+            if step == 2:
+                tokens = targets
+                loss_of(side(tokens), targets)  # zeroed between a forward pass and its backward pass
+            side.zero_grad()
+            (side.head.weight.square().sum() + side.blocks[0].up.bias.square().sum()).backward()
+        etp.wait_async_comms(twins.model)
+        twins.compare_grads(f"step {step}")
+        twins.model.zero_grad()

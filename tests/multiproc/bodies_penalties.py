@@ -187,3 +187,57 @@ def own_functions_beside_reduced_gradients(rank: int, world_size: int) -> dict[s
     _captured(layer, x)
     attempt("behind a capture", backward)
     return answers
+
+
+PADDED_TERMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "smooth absolute value": lambda weight: (weight.square() + 1e-2).sqrt().sum(),
+    "gates": lambda weight: torch.sum(torch.sigmoid(weight), dtype=torch.float64).float(),
+    "barrier": lambda weight: -weight.abs().log().sum(),
+    "norms of rows": lambda weight: weight.square().sum(dim=1).sqrt().sum(),
+    "sums of columns": lambda weight: torch.sum(input=torch.exp(weight), dim=0).mul(0.5).sum(),
+    "flattened": lambda weight: (weight.flatten() - 1).square().sum(0) + weight.cos().view(-1).sum(),
+    "weight set to a constant": lambda weight: nn.init.constant_(weight, 0.5).sum(),
+}
+
+
+def terms_of_padded_weights(rank: int, world_size: int, mean: bool) -> dict[str, tuple[float, float, int]]:
+    """Terms that are not zero, or have no gradient, at zero, where a rank has rows of padding.
+
+    Returns:
+        for each term the largest relative difference of its value, summed over the ranks, and of this rank's gradient
+        from the unsharded layer's, over some steps; and how many elements of the padding's gradient are not zero.
+    """
+    reduction = etp.GradReduction.MEAN if mean else etp.GradReduction.SUM
+    answers = {}
+    for name, term in PADDED_TERMS.items():
+        torch.manual_seed(0)
+        whole, model = (nn.Sequential(nn.Linear(SIDE, 5, bias=False)).to(device()) for _ in range(2))
+        model.load_state_dict(whole.state_dict())
+        etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=2, grad_reduction=reduction))
+        weight: Any = model[0].weight
+        start, stop = weight.layout.logical_range(rank)
+        off = off_grad = 0.0
+        for _ in range(3):
+            for each in (whole, model):
+                each.zero_grad()
+            value, expected = term(weight), term(whole[0].weight)
+            (model(_input(0)).square().mean() + value).backward()
+            (whole(_input(0)).square().mean() + expected).backward()
+            total = value.detach().clone()
+            dist.all_reduce(total)
+            off = max(off, _difference(total, expected.detach()))
+            scale = 1 if mean else world_size
+            grad = weight.grad.as_subclass(torch.Tensor)
+            off_grad = max(off_grad, _difference(grad[: stop - start], scale * whole[0].weight.grad[start:stop]))
+            with torch.no_grad():
+                weight.sub_(weight.grad, alpha=1e-3)
+                whole[0].weight.copy_(weight.full_tensor())
+        answers[name] = off, off_grad, int(grad[stop - start :].count_nonzero())
+    return answers
+
+
+def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, relative to numbers above 0.1; infinite if a number is not finite."""
+    if not bool(mine.isfinite().all()):
+        return float("inf")
+    return float(((mine - theirs).abs() / theirs.abs().clamp(min=0.1)).max()) if mine.numel() else 0.0

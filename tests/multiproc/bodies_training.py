@@ -299,6 +299,40 @@ def frozen_weights(rank: int, world_size: int) -> dict[str, int]:
     return dict(twins.runtime.counters.reductions)
 
 
+def frozen_before_backward(rank: int, world_size: int) -> None:
+    """Frozen between a forward pass and its backward pass, which then leaves their gradients out, as PyTorch does."""
+
+    def freezes(model: nn.Module, step: int, data_rank: int) -> Iterator[Any]:
+        tokens, targets = batch(step, data_rank, device())
+        loss = loss_of(model(tokens), targets)
+        model.blocks[1].requires_grad_(False)
+        yield loss
+        model.blocks[1].requires_grad_(True)
+        yield loss_of(model(targets), tokens)
+
+    with poisoned():
+        twins = Twins(build("tiny"), rank, world_size)
+        for step in range(2):
+            twins.step(freezes, step)
+
+
+def gradients_of_another_dtype(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Parameters in bf16 whose ``grad_dtype`` is fp32, which they got before sharding or after it."""
+    model = build("tiny", torch.bfloat16)
+    for block in model.blocks:
+        for param in block.parameters():
+            param.grad_dtype = torch.float32
+    with poisoned():
+        twins = Twins(model, rank, world_size, **options)
+        assert twins.model.blocks[0].up.weight.grad_dtype is torch.float32
+        for side in (twins.model, twins.reference.model):
+            for param in side.parameters():
+                param.grad_dtype = torch.float32
+        for step in range(2):
+            twins.step(several_backwards, step)
+        assert {param.grad.dtype for param in twins.model.parameters()} == {torch.float32}
+
+
 def two_models_interleaved(rank: int, world_size: int) -> None:
     """Forward and backward passes of two models in turn, and one loss of both."""
     with poisoned():

@@ -90,7 +90,7 @@ class Reference:
                 if all(name in rank for rank in backward):
                     total = combined([rank[name] for rank in backward], self.mean, self.per_host)
                     if param.grad is None:
-                        param.grad = total.to(param.dtype)
+                        param.grad = total.to(backward[0][name].dtype)
                     else:
                         param.grad.add_(total)
         return losses

@@ -73,3 +73,7 @@ def test_norms_that_would_be_wrong_are_refused() -> None:
 @pytest.mark.parametrize("how", ["module", "for", "foreach"])
 def test_abandoned_sums_are_forgotten_with_gradients_zeroed_in_place(how: str) -> None:
     run_distributed(bodies.abandoned_sums, 2, args=(how,))
+
+
+def test_abandoned_sums_do_not_come_back_with_the_gradient_of_a_penalty() -> None:
+    run_distributed(bodies.abandoned_sums_of_a_penalised_weight, 2)

@@ -23,3 +23,12 @@ def test_a_function_of_the_users_own_is_refused_where_its_gradient_cannot_be_tol
         assert [name for name, error in answers.items() if not error] == right
         assert all("pass the function weight * 1" in error for error in answers.values() if error)
         assert len(answers) == 6
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_padding_counts_in_no_term(ranks: int, mean: bool) -> None:
+    for answers in run_distributed(bodies.terms_of_padded_weights, ranks, args=(mean,)):
+        assert len(answers) == 7
+        wrong = {name: found for name, found in answers.items() if found[2] or max(found) > 1e-5}
+        assert wrong == {}

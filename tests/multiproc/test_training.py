@@ -97,6 +97,15 @@ def test_frozen_and_thawed_weights_match() -> None:
     run_distributed(bodies.frozen_weights, 2)
 
 
+def test_weights_frozen_before_their_backward_pass_match() -> None:
+    run_distributed(bodies.frozen_before_backward, 2)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_of_another_dtype_match(once: bool) -> None:
+    run_distributed(bodies.gradients_of_another_dtype, 2, args=({"reduce_once_per_iteration": once},))
+
+
 def test_two_models_can_be_interleaved() -> None:
     run_distributed(bodies.two_models_interleaved, 2)
 

@@ -134,6 +134,36 @@ def test_a_marked_tensor_is_no_weight(shard: Any, name: str, function: Callable[
         function(shard * 2)
 
 
+def test_rows_of_data_and_gradients_are_not_chosen_by_number(shard: Any) -> None:
+    """As in ``table.weight.data[padding_idx].zero_()`` and ``table.weight.grad[:old_rows] = 0``."""
+    (shard * 2).sum().backward()
+    for own in (shard.data, shard.grad):
+        before = own.clone()
+        for refused in (
+            lambda own=own: own[3].zero_(),
+            lambda own=own: own[[1, 2]],
+            lambda own=own: own[3, 0],
+            lambda own=own: own[torch.tensor([1, 2])],
+            lambda own=own: own[torch.arange(ROWS) > 2],
+            lambda own=own: own.__setitem__(slice(0, 2), 0),
+            lambda own=own: own.__setitem__((slice(0, 2), 1), 0),
+            lambda own=own: own.__setitem__(3, 0),
+            lambda own=own: own.select(0, 3),
+            lambda own=own: own.index_fill_(-2, torch.tensor([1]), 0.0),
+            lambda own=own: own.index_select(dim=0, index=torch.tensor([1])),
+        ):
+            with pytest.raises(TypeError, match=r"ETPShardedParam\(w: .*rows 8 to 16, without 16, in param\.local"):
+                refused()
+        assert torch.equal(own, before)
+        own[own > 1] = 1
+        own[:] *= 2
+        own[..., 0] = 3
+        own[:, 1] = 4
+        own.select(1, 2).fill_(5)
+        assert own[:2].tolist() == [[3, 4, 5], [3, 4, 5]]
+        assert torch.ones(ROWS, COLUMNS)[own > 4].numel() == ROWS
+
+
 def test_data_is_an_ordinary_tensor_but_not_drawn_anew(shard: Any) -> None:
     group = WeightGroup([shard], shard.group)
 

@@ -68,7 +68,8 @@ class Case:
         self.brought: list[tuple[str, torch.Tensor | None]] = []
         self.pending: list[Pending] = []
         self.modes = Modes(EtpConfig())
-        self.hooks = Noting(EtpConfig(), self.modes, cast("list[PendingReduction]", self.pending), noted=self.brought)
+        pending = cast("list[PendingReduction]", self.pending)
+        self.hooks = Noting(EtpConfig(), self.modes, pending, lambda _: None, noted=self.brought)
         self.shards = [shard_named(name) for name in names]
         for shard in self.shards:
             shard.register_post_accumulate_grad_hook(lambda param: self.ran.append(cast("Shard", param).fqn))

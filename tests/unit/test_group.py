@@ -254,6 +254,22 @@ def test_a_new_dtype_takes_a_new_slot_and_gives_the_old_one_back(world: dist.Pro
     assert group.slot.spec.dtype is torch.bfloat16
 
 
+def test_memory_that_cannot_be_gathered_is_named(world: dist.ProcessGroup) -> None:
+    """As where ``param.data`` is assigned a transposed tensor, or the whole weight."""
+    shard = shard_named("w")
+    group = WeightGroup([shard], world)
+    fitting = shard.data
+    rows, columns = fitting.shape
+    for other in (torch.zeros(columns, rows).t(), torch.zeros(rows + 1, columns), torch.zeros(columns)):
+        shard.data = other
+        group.read_shards(0)
+        with pytest.raises(ValueError, match=r"^w has been given .* assign param\.data a contiguous tensor of .* rows"):
+            group.local_shards()
+    shard.data = fitting
+    group.read_shards(1)
+    assert torch.equal(group.local_shards()[0], fitting)
+
+
 def test_an_empty_group_is_refused(world: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="at least one"):
         WeightGroup([], world)
