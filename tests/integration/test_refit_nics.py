@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_patches.refit.transports.base import TransportName
+from tests.integration import nixl_write
 from tests.integration.refit_nics import content, model
 from tests.support import plain_engine
 from tests.support.two_hosts import CABLE, Host, two_hosts
@@ -25,6 +26,10 @@ SECOND = "cable2"
 
 SYSFS = ("unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh")
 """Begins a command in whose ``/sys`` are the interfaces of its network namespace."""
+
+needs_nixl = pytest.mark.skipif(
+    not any(importlib.util.find_spec(module) for module in NEEDS[TransportName.NIXL]), reason="NIXL is not installed"
+)
 
 NBYTES = sum(parameter.nbytes for parameter in model().parameters())
 
@@ -75,9 +80,7 @@ def pushes(folder: Path, engine: str, *choices: str) -> tuple[dict[str, Any], st
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(
-    not any(importlib.util.find_spec(module) for module in NEEDS[TransportName.NIXL]), reason="NIXL is not installed"
-)
+@needs_nixl
 @pytest.mark.parametrize("engine", [CABLE, SECOND, "auto"])
 def test_weights_travel_over_the_nics_that_are_named(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,3 +109,34 @@ def test_weights_travel_over_the_nics_that_are_named(
     assert said.count(missing) == (engine == "auto")
     for choice in choices.keys() & {CABLE, SECOND}:
         assert said.count(f"refit: nixl for cpu uses NIC {choice}, which the option nics names") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@needs_nixl
+@pytest.mark.parametrize(
+    ("nics", "rails", "shares"),
+    [
+        (f"{CABLE},{SECOND}", None, (0.5, 0.5)),
+        (f"{CABLE},nowhere,{SECOND}", None, (0.5, 0.5)),
+        (f"{SECOND},nowhere", None, (0.0, 1.0)),
+        (f"{CABLE},{SECOND}", "1", (1.0, 0.0)),
+    ],
+)
+def test_nics_share_what_ucx_stripes(
+    nics: str, rails: str | None, shares: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP, those are writes; reads, of which weights are made, it stripes over RDMA only."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    if rails is not None:  # the user's choice
+        monkeypatch.setenv("UCX_MAX_RMA_RAILS", rails)
+    with two_cables() as hosts, contextlib.ExitStack() as stack:
+        sides = []
+        for side, host in zip(("first", "second"), hosts, strict=True):
+            command = [sys.executable, "-m", "tests.integration.nixl_write", str(tmp_path), side, nics]
+            sides.append(stack.enter_context(subprocess.Popen([*host.inside, *SYSFS, *command])))
+            stack.callback(sides[-1].kill)
+        assert [side.wait(60.0) for side in sides] == [0, 0]
+    sent = json.loads((tmp_path / "done").read_text())
+    found = [sent[cable] / nixl_write.NBYTES for cable in (CABLE, SECOND)]
+    assert found == pytest.approx(shares, abs=0.05)
