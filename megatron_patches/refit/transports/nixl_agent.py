@@ -191,7 +191,10 @@ class NixlAgent:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
-            raise PartyFailedError(f"NIXL cannot reach another party: {_said(error)}") from error
+            raise PartyFailedError(
+                f"NIXL cannot reach another party: {_said(error)}; where no network joins the NICs of the two, choose "
+                "others with the option nics"
+            ) from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def part(self, name: str) -> None:
