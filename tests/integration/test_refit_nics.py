@@ -90,6 +90,8 @@ def test_weights_travel_over_the_nics_that_are_named(
         choices = {CABLE: CABLE, SECOND: SECOND, f"nowhere,{SECOND}": SECOND, f"{CABLE},{SECOND}": "", "nowhere": ""}
     else:
         choices = {engine: engine, "auto": engine, f"{CABLE},{SECOND}": engine}
+    apart = "NIXL cannot reach another party"  # over NICs that no network joins
+    choices |= {CABLE: apart} if engine == SECOND else {}
     seen, said = pushes(tmp_path, engine, *choices)
     for choice, carrier in choices.items():
         if choice == "nowhere":
@@ -98,6 +100,10 @@ def test_weights_travel_over_the_nics_that_are_named(
                 "none of the NICs that the option nics names can be used: nowhere is not in this machine. This machine "
                 f"has {CABLE}, {SECOND}, lo"
             )
+            continue
+        if carrier == apart:
+            assert apart in seen[choice]["error"]
+            assert seen[choice]["error"].endswith("choose others with the option nics")
             continue
         assert seen[choice]["content"] == content()
         sent = seen[choice]["sent"]
