@@ -29,6 +29,9 @@ _HELP: Mapping[str, str] = MappingProxyType(
         "that an engine serves and keeps a copy of the weights in every rank, beside them",
         "weight_format": "format of the weights that engines load and receive: as they are trained, or fp8_block, "
         "which quantizes linear layers with a scale for each block of 128 x 128",
+        "nics": "which network interfaces nixl may use on the trainer's side: auto for the RDMA NICs closest to each "
+        "GPU, all for those that UCX chooses, a list such as mlx5_0,mlx5_1, or one for each GPU such as "
+        "0=mlx5_0+mlx5_1,1=mlx5_2",
         "host": "address of the trainer's first machine that engines reach",
         "allow_narrowing": "push also where an engine keeps a weight in a narrower type than the trainer, and rounds "
         "it",
@@ -57,7 +60,7 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
                 name, choices=choices, default=choices[0] if default is None else default.value, help=told
             )
         else:
-            unit = {"staging_bytes": "BYTES", "lease_s": "SECONDS", "host": "ADDRESS"}[option]
+            unit = {"staging_bytes": "BYTES", "lease_s": "SECONDS", "host": "ADDRESS", "nics": "NICS"}[option]
             parser.add_argument(name, type=kind, default=default, metavar=unit, help=told)
     parser.add_argument(
         f"--{prefix}secret-file",

@@ -14,6 +14,8 @@ from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.transports.base import TransportName, named_transport
+from megatron_patches.refit.transports.nics import AUTO as AUTO_NICS
+from megatron_patches.refit.transports.nics import parse_nics
 from megatron_patches.refit.weight_format import WeightFormat
 
 _LEAST_STAGING_BYTES = 4096
@@ -79,6 +81,8 @@ class RefitOptions:
             version before; then the engine misses this version.
         fan_out: whether an engine that joins late, comes back or missed a version takes the current one from engines
             that serve it, instead of waiting for the next push. Engines then connect to each other. Not with ``c10d``.
+        nics: which network interfaces the trainer's ranks may use for the transport ``nixl``; see
+            :func:`megatron_patches.refit.transports.nics.parse_nics`. Engines have a setting of their own.
         fan_out_width: with ``fan_out``, to how many engines a push sends the version. The others take it from these, in
             waves. Later pushes also send to an engine that could not take a version from others. None to send to all.
     """
@@ -97,6 +101,7 @@ class RefitOptions:
     on_engine_failure: OnEngineFailure = OnEngineFailure.RAISE
     lag_s: float = 30.0
     fan_out: bool = False
+    nics: str = AUTO_NICS
     fan_out_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +125,7 @@ class RefitOptions:
                 f"host is {self.host}, to which engines cannot connect; it must be the address of this machine at "
                 "which they reach it"
             )
+        parse_nics(self.nics)
         # A program may pass names, as the flags do; modes are compared by identity.
         object.__setattr__(self, "transport", None if self.transport is None else named_transport(self.transport))
         if self.fan_out and self.transport is TransportName.C10D:
@@ -157,6 +163,7 @@ class RefitOptions:
             sources=sources,
             memory=self.memory,
             payload=self.payload,
+            nics=self.nics,
         )
 
 

@@ -1,6 +1,6 @@
 """An engine that is one process and has no model: it keeps what it receives, for tests of sessions.
 
-Run as ``python -m tests.support.plain_engine ADDRESS``. :class:`PlainEngine` is an engine for a session.
+Run as ``python -m tests.support.plain_engine ADDRESS NICS``. :class:`PlainEngine` is an engine for a session.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.base import named_transport
+from megatron_patches.refit.transports.nics import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,14 @@ class Engine:
     Attributes:
         version: number of the version that serves.
         serving: its storages.
+
+    Args:
+        nics: see :attr:`megatron_patches.refit.parties.terms.LinkOptions.nics`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nics: str) -> None:
         self.version, self.serving = -1, dict[str, Bits]()
+        self._nics = nics
         self._fault: tuple[str, int] | None = None  # the state in which the process sends itself a signal, and which
         self._received: tuple[int, dict[str, Bits], list[int]] | None = None
         self._party: DestinationParty | None = None
@@ -148,7 +153,7 @@ class Engine:
             self._finish()
             self._party.close()
         invitation = Invitation(call["host"], call["port"], call["token"], call["timeout_s"])
-        options = replace(_links(call), payload=PayloadKind(call["payload"]))
+        options = replace(_links(call, self._nics), payload=PayloadKind(call["payload"]))
         self._base = None
         party = DestinationParty(Assembly(invitation, call["sources"], "engine worker 0"), options)
         self._party = party
@@ -163,7 +168,9 @@ class Engine:
         if self._manifest is None:
             raise RefitError("nobody has joined")
         manifest, invitation = self._manifest, Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
-        others = Taking(invitation, call["sources"], "engine worker 0", _links(call), "cpu", call["lease_s"])
+        others = Taking(
+            invitation, call["sources"], "engine worker 0", _links(call, self._nics), "cpu", call["lease_s"]
+        )
         self._others = others
         self._start(lambda: others.meet(manifest))
 
@@ -185,7 +192,9 @@ class Engine:
             thread.join()
         else:
             invitation = Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
-            relay = Relay(invitation, call["first"], "engine worker 0", _links(call), "cpu", call["lease_s"])
+            relay = Relay(
+                invitation, call["first"], "engine worker 0", _links(call, self._nics), "cpu", call["lease_s"]
+            )
         thread = threading.Thread(target=self._send, args=(relay, call["version"]), daemon=True)
         self._relays[call["key"]] = relay, thread
         thread.start()
@@ -274,12 +283,13 @@ class Engine:
             self._thread.join()
 
 
-def _links(call: dict[str, Any]) -> LinkOptions:
+def _links(call: dict[str, Any], nics: str) -> LinkOptions:
     return LinkOptions(
         transport=named_transport(call["transport"]),
         staging_bytes=call["staging_bytes"],
         sources=call["sources"],
         memory=MemoryMode(call["memory"]),
+        nics=nics,
     )
 
 
@@ -361,14 +371,15 @@ class PlainEngine:
         """Likewise."""
 
 
-def start(address: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+def start(address: str, inside: Sequence[str] = (), nics: str = AUTO) -> subprocess.Popen[bytes]:
     """Starts the process and waits until it answers.
 
     Args:
         address: where it listens.
         inside: beginning of the command, such as one that enters a network namespace.
+        nics: see :attr:`megatron_patches.refit.parties.terms.LinkOptions.nics`.
     """
-    process = subprocess.Popen([*inside, sys.executable, "-m", "tests.support.plain_engine", address])
+    process = subprocess.Popen([*inside, sys.executable, "-m", "tests.support.plain_engine", address, nics])
     deadline = time.monotonic() + _START_S
     while True:
         with suppress(RefitError):
@@ -392,7 +403,7 @@ def _answer(engine: Engine, connection: Connection) -> None:
 def main() -> None:
     """Serves until the process is killed."""
     logging.basicConfig(level=logging.INFO)
-    engine = Engine()
+    engine = Engine(sys.argv[2])
     Path(sys.argv[1]).unlink(missing_ok=True)
     with Listener(sys.argv[1], "AF_UNIX") as listener:
         while True:

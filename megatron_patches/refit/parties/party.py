@@ -175,4 +175,5 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
             device=self._device,
             pool=self.staging,
             timeout_s=self._assembly.timeout_s,
+            nics=self._options.nics,
         )

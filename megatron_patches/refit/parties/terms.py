@@ -11,6 +11,7 @@ from megatron_patches.refit.memory_mode import MemoryMode, may_go_directly
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.staging import useful_bytes
 from megatron_patches.refit.transports.base import Offer, TransportName
+from megatron_patches.refit.transports.nics import AUTO
 
 _LOAD_BYTES = {TransportName.C10D: 512 << 20}
 """Largest direct load per transport, where not the default. Over NCCL each load costs the host about 0.4 ms."""
@@ -18,7 +19,7 @@ _LOAD_BYTES = {TransportName.C10D: 512 << 20}
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    """How the parties move bytes; the same for all.
+    """How the parties move bytes; the same for all but for ``nics``.
 
     Attributes:
         transport: how packets travel; None for the fastest that reaches all parties.
@@ -28,6 +29,7 @@ class LinkOptions:
         payload: what versions travel as. Deltas are always packed.
         direct_bytes: least size of a box that travels unpacked, if transport and memory allow it.
         load_bytes: limit of the unpacked boxes that one announcement covers; None for the transport's default.
+        nics: which NICs this party may use for NIXL; see :func:`megatron_patches.refit.transports.nics.parse_nics`.
     """
 
     transport: TransportName | None
@@ -37,6 +39,7 @@ class LinkOptions:
     payload: PayloadKind = PayloadKind.WHOLE
     direct_bytes: int = DEFAULT_TERMS.direct_bytes
     load_bytes: int | None = None
+    nics: str = AUTO
 
 
 def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:

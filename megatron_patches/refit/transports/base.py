@@ -27,6 +27,7 @@ from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.transports.nics import AUTO as AUTO_NICS
 from megatron_patches.refit.transports.turns import Turns
 
 Check = Callable[[], None]
@@ -91,6 +92,7 @@ class Place:
         device: device of the party's storages: ``cpu``, or torch's name of a GPU.
         pool: memory for its slots.
         timeout_s: timeout of one wait, in seconds.
+        nics: which NICs NIXL may use; see :func:`megatron_patches.refit.transports.nics.parse_nics`.
     """
 
     party: int
@@ -99,6 +101,7 @@ class Place:
     device: str
     pool: StagingPool
     timeout_s: float
+    nics: str = AUTO_NICS
 
     @property
     def memory(self) -> str:

@@ -69,14 +69,14 @@ class NixlTransport(Transport):
         place: where this party runs.
 
     Raises:
-        RefitError: if NIXL is not installed.
+        RefitError: if NIXL is not installed, or none of the NICs that the place names can be used.
     """
 
     reach = Reach.CONTIGUOUS
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._agent = NixlAgent(place.party, place.device)
+        self._agent = NixlAgent(place.party, place.device, place.nics)
         self._storages = RegisteredStorages(self._agent)
         self._told: tuple[int, Mapping[str, int]] = self._storages.generation, {}
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.ports import Bits, Payload
+from megatron_patches.refit.transports.nics import AUTO, chosen_nics
 
 # The package nixl loads the variant that fits the machine's CUDA. The variants alone work without GPUs, too.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -114,22 +115,24 @@ class NixlAgent:
     Args:
         party: number of the party, for the agent's name.
         device: device of the memory that it registers: ``cpu``, or torch's name of a GPU.
+        nics: which NICs it may use; see :func:`megatron_patches.refit.transports.nics.parse_nics`.
 
     Attributes:
         kind: kind of that memory, ``DRAM`` or ``VRAM``.
         device: number of the GPU; 0 for host memory.
 
     Raises:
-        RefitError: if NIXL is not installed.
+        RefitError: if NIXL is not installed, or none of the NICs can be used.
     """
 
-    def __init__(self, party: int, device: str) -> None:
+    def __init__(self, party: int, device: str, nics: str = AUTO) -> None:
         api = load_api()
         host = device == "cpu"
         if not host:
             os.environ.setdefault(*_READ_WITHOUT_NVLINK)  # UCX reads it when the agent is created
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self._agent: Any = api.nixl_agent(f"refit-{party}-{secrets.token_hex(8)}", config)
+        with chosen_nics(nics, device):
+            self._agent: Any = api.nixl_agent(f"refit-{party}-{secrets.token_hex(8)}", config)
         self.kind, self.device = ("DRAM", 0) if host else ("VRAM", int(device.partition(":")[2] or 0))
         self._registered: dict[MemoryRange, Any] = {}
         self._uses: Counter[MemoryRange] = Counter()
@@ -188,7 +191,10 @@ class NixlAgent:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
-            raise PartyFailedError(f"NIXL cannot reach another party: {_said(error)}") from error
+            raise PartyFailedError(
+                f"NIXL cannot reach another party: {_said(error)}; where no network joins the NICs of the two, choose "
+                "others with the option nics"
+            ) from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def part(self, name: str) -> None:

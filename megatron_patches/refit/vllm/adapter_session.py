@@ -61,7 +61,7 @@ class AdapterSession:
     def __init__(self, call: RefitCall, serving: ServingModel, files: AdapterFiles, log: StateLog) -> None:
         self._call, self._serving, self._files, self._log = call, serving, files, log
         self._folder = session_folder(call.folder, call.token)
-        options = replace(call.links, memory=MemoryMode.BESIDE)
+        options = replace(call.links(serving.config), memory=MemoryMode.BESIDE)
         self._assembly = Assembly(call.invitation, call.sources + serving.worker, serving.name)
         self._party = DestinationParty(self._assembly, options)
         self._memory: VersionMemory | None = None  # once the parties have agreed on a plan

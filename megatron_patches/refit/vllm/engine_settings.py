@@ -1,6 +1,7 @@
-"""What the operator of an engine allows trainers to do, in ``--additional-config '{"etp": {...}}'``.
+"""An operator's settings of an engine, in ``--additional-config '{"etp": {...}}'``.
 
-vLLM's ``--weight-transfer-config`` accepts no additional fields.
+They say what trainers may do, and which NICs the engine uses. vLLM's ``--weight-transfer-config`` accepts no additional
+fields.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.transports.nics import AUTO, parse_nics
 
 SECTION = "etp"
 UNGUARDED = f'{{"{SECTION}": {{"unguarded": true}}}}'
@@ -26,10 +28,13 @@ class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
             allows any trainer that has shown the secret.
         unguarded: whether workers join trainers although the server runs without
             :class:`megatron_patches.refit.vllm.guard.RefitGuard`, so that any client that reaches it can make them.
+        nics: which network interfaces this engine's workers may use for the transport ``nixl``; see
+            :func:`megatron_patches.refit.transports.nics.parse_nics`.
     """
 
     trainers: list[str] | None = None
     unguarded: bool = False
+    nics: str = AUTO
 
     def check_trainer(self, host: str, port: int) -> None:
         """Refuses a trainer's address that is not allowed.
@@ -56,6 +61,7 @@ def settings_of(additional_config: Any) -> EngineSettings:
         settings = msgspec.convert(section, EngineSettings)
         for entry in settings.trainers or ():
             _parsed(entry)
+        parse_nics(settings.nics)
     except (msgspec.ValidationError, ValueError) as error:
         raise RefitError(f"--additional-config: {SECTION}: {error}") from error
     return settings

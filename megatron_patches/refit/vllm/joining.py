@@ -60,7 +60,7 @@ class Joining:
     def __init__(self, call: RefitCall, serving: ServingModel, version: int, log: StateLog) -> None:
         self._call, self._serving, self._version, self._log = call, serving, version, log
         # A party that has joined must answer, so anything in the call that may be invalid is checked first.
-        options = call.links
+        options = call.links(serving.config)
         self._memory, self._payload = options.memory, options.payload
         self._assembly = Assembly(call.invitation, call.sources + serving.worker, serving.name)
         self._party = DestinationParty(self._assembly, options, str(serving.device))
@@ -189,5 +189,5 @@ def describe_layout(
     manifest = with_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
-    relays = Relays(model, manifest, layers, serving.device, worker=rank, name=serving.name)
+    relays = Relays(model, manifest, layers, serving.device, worker=rank, name=serving.name, config=serving.config)
     return WorkerLayout(manifest, recording.fills, layers, in_place, relays, payload)

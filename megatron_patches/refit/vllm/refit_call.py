@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from megatron_patches.refit.adapter_names import ADAPTER_NAME
@@ -15,6 +16,7 @@ from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S, Invitation
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.transports.base import AUTO, named_transport
+from megatron_patches.refit.vllm.engine_settings import settings_of
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 
@@ -84,9 +86,11 @@ class RefitCall(WeightTransferInitInfo):
         """The invitation to the rendezvous of the call: a meeting of engines if it has a key, else the trainer's."""
         return Invitation(self.host, self.port, self.key or self.token, self.timeout_s)
 
-    @property
-    def links(self) -> LinkOptions:
+    def links(self, config: VllmConfig) -> LinkOptions:
         """How all parties there move bytes.
+
+        Args:
+            config: vLLM's configuration, with the operator's settings.
 
         Raises:
             ValueError: if the call has values that this worker does not know.
@@ -97,6 +101,7 @@ class RefitCall(WeightTransferInitInfo):
             sources=self.sources,
             memory=MemoryMode(self.memory),
             payload=PayloadKind(self.payload),
+            nics=settings_of(config.additional_config).nics,
         )
 
 

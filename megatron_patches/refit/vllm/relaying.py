@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
+from vllm.config import VllmConfig
 
 from megatron_patches.refit.errors import RefitError, UnsupportedEngineError
 from megatron_patches.refit.manifest import Manifest
@@ -32,13 +33,22 @@ class Relays:
         device: the model's device.
         worker: number of this worker in its engine.
         name: name of this worker, for messages.
+        config: vLLM's configuration.
     """
 
     def __init__(
-        self, model: Model, manifest: Manifest, layers: Layers, device: torch.device, *, worker: int, name: str
+        self,
+        model: Model,
+        manifest: Manifest,
+        layers: Layers,
+        device: torch.device,
+        *,
+        worker: int,
+        name: str,
+        config: VllmConfig,
     ) -> None:
         self._model, self._manifest, self._layers, self._device = model, manifest, layers, device
-        self._worker, self._name = worker, name
+        self._worker, self._name, self._config = worker, name, config
         self._relays: dict[str, tuple[Relay, Aside]] = {}  # by key of the meeting
         self._lock = threading.Lock()
 
@@ -98,7 +108,7 @@ class Relays:
 
     def _meet(self, call: RefitCall) -> Relay:
         number, device = call.first + self._worker, str(self._device)
-        return Relay(call.invitation, number, self._name, call.links, device, call.lease_s)
+        return Relay(call.invitation, number, self._name, call.links(self._config), device, call.lease_s)
 
     def _memory(self) -> Memory:
         """The serving weights, by name of the storages in which they arrived.

@@ -180,7 +180,13 @@ class Worker:
         serving = InPlace(layers, storages, CPU) if in_place else None
         self.party = Party()
         relays = Relays(
-            messages.Model({}, ()), Manifest(0, "here", storages, ()), layers, CPU, worker=0, name="a worker"
+            messages.Model({}, ()),
+            Manifest(0, "here", storages, ()),
+            layers,
+            CPU,
+            worker=0,
+            name="a worker",
+            config=config,
         )
         self.session = WorkerSession(
             cast(Any, self.party),

@@ -170,5 +170,5 @@ def test_gpus_are_read_where_there_is_no_nvlink(
     monkeypatch.setenv(variable, before or "")  # what is set here is undone after the test
     if before is None:
         monkeypatch.delenv(variable)
-    NixlAgent(0, device).close()
+    NixlAgent(0, device, "all").close()
     assert os.environ.get(variable) == after

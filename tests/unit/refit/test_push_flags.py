@@ -33,6 +33,7 @@ GIVEN = [
     *("payload", "delta"),
     *("weight-format", "fp8_block"),
     *("host", "10.0.0.7"),
+    *("nics", "mlx5_0,eth0"),
     "allow-narrowing",
 ]
 MEANT = RefitOptions(
@@ -45,8 +46,9 @@ MEANT = RefitOptions(
     weight_format=WeightFormat.FP8_BLOCK,
     host="10.0.0.7",
     allow_narrowing=True,
+    nics="mlx5_0,eth0",
 )
-NAMES = {"transport", "staging-bytes", "pause", "memory", "payload", "weight-format", "host", "allow-narrowing"}
+NAMES = {"transport", "staging-bytes", "pause", "memory", "payload", "weight-format", "host", "allow-narrowing", "nics"}
 
 
 def flags(prefix: str) -> list[str]:
@@ -67,7 +69,9 @@ def test_flags_are_the_options(prefix: str) -> None:
 def test_a_program_may_name_what_the_flags_name() -> None:
     named: dict[str, Any] = {"transport": "tcp", "pause": "keep", "memory": "in_place", "payload": "delta"}
     named["weight_format"] = "fp8_block"
-    options = RefitOptions(staging_bytes=4096, timeout_s=7.0, host="10.0.0.7", allow_narrowing=True, **named)
+    options = RefitOptions(
+        staging_bytes=4096, timeout_s=7.0, host="10.0.0.7", allow_narrowing=True, nics="mlx5_0,eth0", **named
+    )
     assert options == MEANT
     assert options.memory is MemoryMode.IN_PLACE
     assert options.payload is PayloadKind.DELTA
@@ -104,6 +108,7 @@ def test_a_training_script_takes_them_with_their_prefix() -> None:
         ("--refit-timeout 0", r"--refit-timeout: timeout_s is 0"),
         ("--refit-timeout -1", r"--refit-timeout: timeout_s is -1"),
         ("--refit-timeout inf", r"--refit-timeout: timeout_s is inf"),
+        ("--refit-nics 0=mlx5_0,mlx5_1", r"--refit-nics: nics is '0=mlx5_0,mlx5_1'; it must be auto, all, NICs"),
         ("--refit-lag -1", r"--refit-lag: lag_s is -1"),
         ("--refit-fan-out-width 2", r"--refit-fan-out-width: fan_out_width is 2 and fan_out is False"),
         ("--refit-fan-out --refit-fan-out-width 0", r"--refit-fan-out-width: fan_out_width is 0 and fan_out is True"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -40,7 +41,8 @@ class Layers:
 def relays(*storages: Storage, **tensors: torch.Tensor) -> Relays:
     manifest = Manifest(0, "here", storages, ())
     layers = cast(Any, Layers(**tensors))
-    return Relays(Model({}, ()), manifest, layers, torch.device("cpu"), worker=0, name="worker 0")
+    config = cast(Any, SimpleNamespace(additional_config={}))
+    return Relays(Model({}, ()), manifest, layers, torch.device("cpu"), worker=0, name="worker 0", config=config)
 
 
 def memory(*storages: Storage, **tensors: torch.Tensor) -> Any:

@@ -204,11 +204,17 @@ def test_an_engine_connects_to_no_trainer_but_those_that_its_operator_has_named(
         ({"trainers": ["10.0.0.5:port"]}, "'10.0.0.5:port' has no port but 'port'"),
         ({"trainers": [""]}, "must be like 10.0.0.5"),
         ({"unguarded": "yes"}, "Expected `bool`"),
+        ({"nics": "mlx5_0;mlx5_1"}, "nics is 'mlx5_0;mlx5_1'; it must be auto, all, NICs"),
     ],
 )
 def test_settings_that_make_no_sense_stop_the_server(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RefitError, match=f"--additional-config: etp: .*{message}"):
         engine(1, settings)
+
+
+def test_a_worker_uses_the_nics_that_its_operator_has_set() -> None:
+    config = cast(Any, SimpleNamespace(additional_config={"etp": {"nics": "mlx5_0"}}))
+    assert RefitCall(call="receive").links(config).nics == "mlx5_0"
 
 
 @pytest.mark.parametrize(("field", "value"), [("transport", "pigeon"), ("memory", "elsewhere")])

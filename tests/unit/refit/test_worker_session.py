@@ -177,7 +177,8 @@ def two(monkeypatch: pytest.MonkeyPatch, *answers: bool | None) -> Votes:
 def session(
     party: Party, *, aside: bool = False, in_place: InPlace | None = None, rule: Rule | None = None
 ) -> WorkerSession:
-    serving = ServingModel(nn.Linear(1, 1), cast(Any, None), torch.device("cpu"))
+    config = cast(Any, SimpleNamespace(additional_config={}))
+    serving = ServingModel(nn.Linear(1, 1), config, torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
     layout = WorkerLayout(
         Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place), cast(Any, Relays(party))

@@ -1,0 +1,330 @@
+"""Which network interfaces (NICs) UCX may use for the memory of one GPU, by option or by topology.
+
+NICs have UCX's names: ``mlx5_0:1`` is port 1 of an RDMA NIC, ``eth0`` an IP interface. The file system ``/sys`` tells
+which there are, which of them are up, and where they are in the PCI tree.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_patches.refit.errors import RefitError
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""Option value for the RDMA NICs that are closest to the GPU."""
+ALL = "all"
+"""Option value that leaves the choice to UCX."""
+_DEVICES = "UCX_NET_DEVICES"
+_RAILS = ("UCX_MAX_RMA_RAILS", "UCX_MAX_RNDV_RAILS")  # over how many NICs UCX stripes one transfer
+_NAME = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]+)?")
+_NUMBER = re.compile(r"[0-9]+")
+_ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
+_DOWN = "is down"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_LINK_LOCAL = "fe80"
+_STARTING = threading.Lock()
+
+
+class Gpu(NamedTuple):
+    """A GPU.
+
+    Attributes:
+        number: CUDA's number of it in this process.
+        address: its PCI address, such as ``0000:1b:00.0``.
+    """
+
+    number: int
+    address: str
+
+
+class Choice(NamedTuple):
+    """What UCX is told.
+
+    Attributes:
+        variables: environment variables that UCX reads when it starts; empty to leave the choice to it.
+        reason: which NICs it uses and why, for the log.
+        warning: what the user would not expect of the choice; empty if nothing.
+    """
+
+    variables: Mapping[str, str]
+    reason: str
+    warning: str = ""
+
+
+class _Nic(NamedTuple):
+    """A NIC of this machine.
+
+    Attributes:
+        name: UCX's name.
+        rdma: whether it is an RDMA NIC, not an IP interface.
+        trouble: why it cannot be used, as a predicate; empty if it can.
+        at: its place in the PCI tree.
+        card: place of the card that it is a virtual function of; if it is none, its own.
+    """
+
+    name: str
+    rdma: bool
+    trouble: str
+    at: Path
+    card: Path
+
+
+def parse_nics(text: str) -> Mapping[str, Sequence[str]]:
+    """Reads the option.
+
+    Args:
+        text: ``auto``, ``all``, the NICs of all GPUs (``mlx5_0,mlx5_1``), or those of each GPU
+            (``0=mlx5_0+mlx5_1,1=mlx5_2``). A GPU is named by CUDA's number in the process, or by its PCI address.
+
+    Returns:
+        NICs by GPU, with the key ``""`` for all GPUs. Empty for ``auto`` and ``all``.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if text in (AUTO, ALL):
+        return {}
+    found: dict[str | None, list[str]] = {}
+    for item in text.split(","):
+        gpu, per_gpu, names = item.rpartition("=")
+        found.setdefault(_key(gpu) if per_gpu else "", []).extend(names.split("+") if per_gpu else [names])
+    named = [name for names in found.values() for name in names]
+    if None in found or ("" in found and len(found) > 1) or not all(map(_NAME.fullmatch, named)):
+        raise ValueError(
+            f"nics is {text!r}; it must be {AUTO}, {ALL}, NICs such as mlx5_0,mlx5_1, or NICs of each GPU such as "
+            "0=mlx5_0+mlx5_1,1=mlx5_2"
+        )
+    return {gpu: names for gpu, names in found.items() if gpu is not None}
+
+
+def _has_address(interface: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            fcntl.ioctl(asking, _GET_ADDRESS, struct.pack("256s", interface.encode()))
+        except OSError:  # it has no IPv4 address
+            lines = _read(Path("/proc/net/if_inet6")).splitlines()
+            return any(line.endswith(f" {interface}") and not line.startswith(_LINK_LOCAL) for line in lines)
+    return True
+
+
+def choose_nics(
+    option: str,
+    gpu: Gpu | None,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = Path("/sys"),
+    has_address: Callable[[str], bool] = _has_address,
+) -> Choice:
+    """Chooses the NICs for the memory of one GPU, or of the host.
+
+    Args:
+        option: see :func:`parse_nics`.
+        gpu: the GPU; None for host memory.
+        environment: variables that the user may have set for UCX.
+        root: where ``sysfs`` is mounted.
+        has_address: whether an IP interface has an address that other hosts can use.
+
+    Raises:
+        RefitError: if none of the NICs that the option names can be used.
+        ValueError: if the option is invalid.
+    """
+    by_gpu = parse_nics(option)
+    names = by_gpu.get("", ())
+    if gpu is not None and not names:
+        names = by_gpu.get(gpu.address) or by_gpu.get(str(gpu.number), ())
+    if names:
+        return _by_name(names, _rdma_nics(root) + _ip_nics(root, has_address), environment)
+    nics = _rdma_nics(root)
+    why_not = _why_topology_says_nothing(option, gpu, nics, environment, root)
+    if gpu is None or why_not:
+        return Choice({}, f"the NICs that UCX chooses, because {why_not}")
+    return _by_topology(_place(root, gpu).resolve(), nics, environment)
+
+
+@contextmanager
+def chosen_nics(option: str, device: str) -> Iterator[None]:
+    """Chooses NICs, logs the choice once, and sets the environment in which UCX must start to use them.
+
+    UCX reads its variables only when it starts. They are removed afterwards, because another NIXL agent in this process
+    or its children may need other NICs.
+
+    Args:
+        option: see :func:`parse_nics`.
+        device: device of the memory: ``cpu``, or torch's name of a GPU.
+
+    Raises:
+        RefitError: as :func:`choose_nics`.
+    """
+    gpu = None if option == ALL else _gpu_of(device)
+    with _STARTING:  # several sessions link at once; each must see only what the user has set
+        choice = choose_nics(option, gpu)
+        _log_once(logging.INFO, f"refit: nixl for {device} uses {choice.reason}")
+        if choice.warning:
+            _log_once(logging.WARNING, f"refit: nixl for {device}: {choice.warning}")
+        before = {name: os.environ.get(name) for name in choice.variables}
+        os.environ.update(choice.variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _why_topology_says_nothing(
+    option: str, gpu: Gpu | None, nics: Sequence[_Nic], environment: Mapping[str, str], root: Path
+) -> str:
+    """Why the choice is left to UCX; empty if it is not."""
+    if option == ALL:
+        return "the option nics says so"
+    if gpu is None:
+        return "the weights are in host memory"
+    if _DEVICES in environment:
+        return f"{_DEVICES} is set"
+    if all(nic.trouble for nic in nics):
+        return f"no RDMA NIC can be used ({'; '.join(f'{nic.name} {nic.trouble}' for nic in nics) or 'there is none'})"
+    place = _place(root, gpu)
+    return "" if place.exists() else f"{place}, the place of the GPU, does not exist"
+
+
+def _by_name(names: Sequence[str], nics: Sequence[_Nic], environment: Mapping[str, str]) -> Choice:
+    used: dict[str, _Nic] = {}
+    missing = []
+    for name in names:
+        meant = [nic for nic in nics if nic.name == name or (nic.rdma and nic.name.startswith(f"{name}:"))]
+        usable = {nic.name: nic for nic in meant if not nic.trouble}
+        used |= usable
+        if not usable:
+            missing.append(f"{name} {meant[0].trouble if meant else 'is not in this machine'}")
+    if not used:
+        there = ", ".join(nic.name + (f" (which {nic.trouble})" if nic.trouble else "") for nic in nics)
+        raise RefitError(
+            f"none of the NICs that the option nics names can be used: {'; '.join(missing)}. This machine has "
+            f"{there or 'no NICs'}"
+        )
+    reason = f"{_listed(used)}, which the option nics names"
+    if sum(not nic.rdma for nic in used.values()) > 1:
+        reason += "; UCX reads over one IP interface at a time"
+    warning = f"fewer NICs than the option nics names, {_listed(used)} only: {'; '.join(missing)}" if missing else ""
+    return Choice({_DEVICES: ",".join(used), **_rails(len(used), environment)}, reason, warning)
+
+
+def _by_topology(gpu: Path, nics: Sequence[_Nic], environment: Mapping[str, str]) -> Choice:
+    """The closest RDMA NICs that can be used. The others are excluded; IP interfaces stay, for peers without RDMA."""
+    nearness = {nic: _nearness(gpu, nic.at) for nic in nics}
+    best = max(near for nic, near in nearness.items() if not nic.trouble)
+    closest: dict[tuple[Path, str], _Nic] = {}
+    for nic, near in nearness.items():
+        port = nic.card, nic.name.partition(":")[2]
+        # Virtual functions share the port of their card, so one is enough, and none if the card itself can be used.
+        if near == best and not nic.trouble and (port not in closest or nic.at == nic.card):
+            closest[port] = nic
+    used = [nic.name for nic in closest.values()]
+    unusable = {nic: near for nic, near in nearness.items() if nic.trouble and nic.at == nic.card and near >= best}
+    closer = [f"{nic.name} {nic.trouble}" for nic, near in unusable.items() if near > best]
+    beside = [f"{nic.name} {nic.trouble}" for nic, near in unusable.items() if near == best]
+    variables = _rails(len(used), environment)
+    # UCX warns of an excluded NIC that it does not know, such as one that is down.
+    others = [nic.name for nic in nics if nic.name not in used and nic.trouble != _DOWN]
+    if others:
+        variables[_DEVICES] = f"^{','.join(others)}"
+    note = f" ({'; '.join(beside)})" if beside else ""
+    warning = f"{_listed(used)}, farther from the GPU, because {'; '.join(closer)}" if closer else ""
+    return Choice(variables, f"{_listed(used)}, closest to the GPU at {gpu.name}{note}", warning)
+
+
+def _place(root: Path, gpu: Gpu) -> Path:
+    return root / "bus/pci/devices" / gpu.address
+
+
+def _nearness(gpu: Path, nic: Path) -> tuple[int, bool]:
+    """How much of their paths in the PCI tree they share, and whether they are on one NUMA node."""
+    node = _read(gpu / "numa_node")
+    return len(Path(os.path.commonpath((gpu, nic))).parts), node not in ("", "-1") and node == _read(nic / "numa_node")
+
+
+def _rdma_nics(root: Path) -> list[_Nic]:
+    found = []
+    for device in _folders(root / "class/infiniband"):
+        at = (device / "device").resolve()
+        card = (at / "physfn").resolve() if (at / "physfn").exists() else at
+        for port in _folders(device / "ports"):
+            trouble = "" if _read(port / "state").endswith("ACTIVE") else _DOWN
+            if not trouble and _read(port / "link_layer") == "Ethernet" and not _is_routed(port / "gids"):
+                trouble = "has no IP address"
+            found.append(_Nic(f"{device.name}:{port.name}", True, trouble, at, card))
+    return found
+
+
+def _ip_nics(root: Path, has_address: Callable[[str], bool]) -> list[_Nic]:
+    found = []
+    for interface in _folders(root / "class/net"):
+        trouble = "" if _read(interface / "operstate") in ("up", "unknown") else _DOWN
+        if not trouble and not has_address(interface.name):
+            trouble = "has no IP address"
+        found.append(_Nic(interface.name, False, trouble, interface, interface))
+    return found
+
+
+def _is_routed(gids: Path) -> bool:
+    """Whether a RoCE port has an identifier that is neither empty nor link-local; it has one for each IP address."""
+    identifiers = (_read(entry) for entry in gids.glob("*"))
+    return any(found.strip("0:") and not found.startswith(_LINK_LOCAL) for found in identifiers)
+
+
+def _gpu_of(device: str) -> Gpu | None:
+    if device == "cpu":
+        return None
+    import torch
+
+    number = int(device.partition(":")[2] or 0)
+    found: Any = torch.cuda.get_device_properties(number)  # torch's types lack the address
+    return Gpu(number, f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+
+
+def _key(gpu: str) -> str | None:
+    """The number of a GPU, or its PCI address in the form of ``/sys``; None if the text is neither."""
+    address = _ADDRESS.fullmatch(gpu.lower())
+    if address is not None:
+        return f"{int(address[1] or '0', 16):04x}:{address[2]}"
+    return str(int(gpu)) if _NUMBER.fullmatch(gpu) else None
+
+
+def _rails(count: int, environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: str(count) for name in _RAILS if name not in environment}
+
+
+def _listed(names: Sequence[str] | Mapping[str, object]) -> str:
+    return f"NIC{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def _folders(parent: Path) -> list[Path]:
+    """In the order of the numbers in their names."""
+    found = [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    return sorted(found, key=lambda entry: _NUMBER.sub(lambda number: number[0].zfill(9), entry.name))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:  # absent, or the kernel has nothing to say
+        return ""
+
+
+@cache
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, "%s", message)
