@@ -119,8 +119,10 @@ class ShardData(_OfShard):
         sources = [operand._source for operand in operands if isinstance(operand, cls)]
         if func in INITIALISERS:
             raise TypeError(refusal(func, sources))
-        if func in BY_ROW and isinstance(args[0], cls):
-            refuse_rows(func, args, kwargs, args[0]._source)
+        if func in BY_ROW:
+            chosen_from = args[0] if args else kwargs["input"]
+            if isinstance(chosen_from, cls):
+                refuse_rows(func, args, kwargs, chosen_from._source)
         cut = [source for source in sources if source.layout.num_shards > 1]
         in_layers = [source for source in cut if source.has_driver and source.driver.in_forward]
         if (func in AS_WEIGHT and cut) or (in_layers and is_refused(func)):

@@ -188,7 +188,8 @@ def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
 
 def _by_row(func: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(*args: Any, **kwargs: Any) -> Any:
-        owner = args[0]._owner() if isinstance(args[0], ShardGrad) else None
+        chosen_from = args[0] if args else kwargs["input"]
+        owner = chosen_from._owner() if isinstance(chosen_from, ShardGrad) else None
         if owner is not None:
             refuse_rows(func, args, kwargs, owner)
         with torch._C.DisableTorchFunctionSubclass():

@@ -151,6 +151,7 @@ def test_rows_of_data_and_gradients_are_not_chosen_by_number(shard: Any) -> None
             lambda own=own: own.select(0, 3),
             lambda own=own: own.index_fill_(-2, torch.tensor([1]), 0.0),
             lambda own=own: own.index_select(dim=0, index=torch.tensor([1])),
+            lambda own=own: torch.select(input=own, dim=0, index=3),
         ):
             with pytest.raises(TypeError, match=r"ETPShardedParam\(w: .*rows 8 to 16, without 16, in param\.local"):
                 refused()
