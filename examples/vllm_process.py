@@ -166,7 +166,8 @@ def visible_gpus() -> list[str]:
 
 def _first_error(said: str) -> str:
     """The first exception in a server's output; later ones come from other processes that end as a consequence."""
-    errors = (line for line in said.splitlines() if _AN_ERROR.search(line))
+    # vLLM warns of exceptions that may come.
+    errors = (line for line in said.splitlines() if _AN_ERROR.search(line) and " WARNING " not in line)
     return next(errors, "it has ended").strip()
 
 

@@ -66,9 +66,12 @@ def test_taken_ports_end_the_third_try(tmp_path: Path, python: tuple[Path, Path]
 
 def test_the_first_error_is_the_last_line(tmp_path: Path, python: tuple[Path, Path]) -> None:
     script, _ = python
-    write(
-        script, "print('(Engine) ValueError: no memory')\nprint('RuntimeError: Engine failed. See above')\nsys.exit(1)"
+    said = (
+        "(Server) WARNING 11-27 This can cause fd limit errors like `OSError: [Errno 24] Too many open files`.",
+        "(Engine) ValueError: no memory",
+        "RuntimeError: Engine failed. See above",
     )
+    write(script, f"print({chr(10).join(said)!r})\nsys.exit(1)")
     with pytest.raises(ServerError) as caught:
         start(tmp_path, script)
     assert str(caught.value).splitlines()[-1] == "vLLM did not start: (Engine) ValueError: no memory"
