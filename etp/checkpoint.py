@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from etp.copies import Part, differing_copies
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.layout import ShardLayout
+from etp.optimizers import CUTS
 from etp.param import ETPShardedParam
 from etp.shard_copy import ShardCopy
 from etp.shard_grad import plain
@@ -245,9 +246,9 @@ class ShardedCheckpoint:
         )
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        return [
-            {**group, "params": [self._names[param] for param in group["params"]]} for group in optimizer.param_groups
-        ]
+        # A checkpoint is of whole weights.
+        options = [{key: value for key, value in group.items() if key != CUTS} for group in optimizer.param_groups]
+        return [{**group, "params": [self._names[param] for param in group["params"]]} for group in options]
 
     def _of_state(self, param: torch.Tensor, key: str, value: Any) -> Any:
         if not isinstance(param, ETPShardedParam) or not isinstance(value, torch.Tensor) or value.dim() == 0:

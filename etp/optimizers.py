@@ -1,8 +1,15 @@
-"""Refuses steps of optimizers that would silently fail to train a sharded module, or corrupt it."""
+"""Refuses steps of optimizers that would silently fail to train a sharded module, or corrupt it.
+
+[Note: state of another rank] The state of an optimizer has the same names and shapes on all ranks. So each parameter
+group gets an entry that says which shards its parameters are. ``optimizer.state_dict()`` has it, and after
+``load_state_dict`` the group has that of the state.
+"""
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +20,9 @@ from etp.param import ETPShardedParam
 
 # Attribute of a parameter that has been cut: a weak reference to its shard.
 _SHARD = "_etp_shard"
+
+CUTS = "etp_cuts"
+"""Entry of a parameter group; see [Note: state of another rank]."""
 
 _WHOLE_MATRICES = (
     "treats each weight as a whole matrix, and would take every shard for one, so that the result depends on the "
@@ -47,16 +57,49 @@ def shard_in_place_of(param: torch.Tensor) -> ETPShardedParam | None:
 
 
 class OptimizerCheck:
-    """Checks every ``torch.optim`` optimizer once, before its next step, for as long as ``owner`` lives."""
+    """Checks every ``torch.optim`` optimizer before its next step, and its state again after each load.
+
+    For as long as ``owner`` lives.
+    """
 
     def __init__(self, owner: Any) -> None:
-        self._passed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+        """The entries of each optimizer's groups when they were checked."""
         before_optimizer_steps(owner, self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._passed:
+        checked = self._checked.get(optimizer)
+        if checked is None:
             check_optimizer(optimizer)
-            self._passed.add(optimizer)
+        entries = [group.get(CUTS) for group in optimizer.param_groups]
+        # By identity, because a load copies them.
+        if checked is None or len(checked) != len(entries) or any(map(operator.is_not, checked, entries)):
+            for group in optimizer.param_groups:
+                _check_state(optimizer, group)
+            self._checked[optimizer] = [group.get(CUTS) for group in optimizer.param_groups]
+
+
+def _check_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Record which shards the parameters of ``group`` are, if its state is not recorded as that of others.
+
+    Raises:
+        EtpStateError: if it is.
+    """
+    shards = [p for p in group["params"] if isinstance(p, ETPShardedParam) and p.layout.num_shards > 1]
+    own = [list(cut) for cut in dict.fromkeys((p.group_rank, p.layout.num_shards) for p in shards if p.knows_copies)]
+    said = group.get(CUTS, own)
+    if said != own:
+        raise EtpStateError(
+            f"the state of {type(optimizer).__name__} that was loaded is of {_named(said)}, and this rank has "
+            f"{_named(own)} of these weights: save optimizer.state_dict() on every rank, each to a file of its own, or "
+            "use etp.ShardedCheckpoint, which any number of shards can load"
+        )
+    if own:
+        group.setdefault(CUTS, own)
+
+
+def _named(cuts: Sequence[Sequence[int]]) -> str:
+    return ", ".join(f"shard {rank} of {count}" for rank, count in cuts) or "no shards"
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

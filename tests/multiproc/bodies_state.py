@@ -195,3 +195,52 @@ def what_a_state_dict_says(rank: int, world_size: int) -> list[str]:
             model.load_state_dict(model.state_dict())
             etp.full_state_dict(model)
     return [str(one.message) for one in seen]
+
+
+def optimizer_states(rank: int, world_size: int) -> dict[str, str]:
+    """The first rank's state of an optimizer, loaded on all, before the first step and later; and each rank's own."""
+    torch.manual_seed(23)
+    model = Tiny().to(device())
+    etp.shard_module(model, dist.group.WORLD)
+
+    def new() -> torch.optim.Optimizer:
+        weights, biases = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+        return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=1e-2)
+
+    def backward(step: int) -> None:
+        tokens, targets = batch(step, rank, device())
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, -2), targets.flatten()).backward()
+        etp.wait_async_comms(model)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in etp.full_state_dict(model).items()}
+
+    trained = new()
+    backward(0)
+    trained.step()
+    saved = _saved(trained.state_dict())
+    files = [saved]
+    dist.broadcast_object_list(files, src=0)
+    before = weights()
+    backward(1)
+    trained.step()
+    after = weights()
+    answers: dict[str, str] = {}
+    for name, optimizer in (("new", new()), ("used", trained)):
+        etp.load_full_state_dict(model, before)
+        backward(1)
+        optimizer.load_state_dict(_read(files[0]))
+        if rank:
+            for _ in range(2):
+                try:
+                    optimizer.step()
+                except etp.EtpStateError as error:
+                    answers[name] = str(error)
+        assert all(torch.equal(value, before[key]) for key, value in weights().items())
+        optimizer.load_state_dict(_read(saved))
+        optimizer.step()
+        assert all(torch.equal(value, after[key]) for key, value in weights().items())
+    checkpoint = etp.ShardedCheckpoint(model, trained).state_dict()
+    assert all(set(group) == set(trained.defaults) | {"params"} for group in checkpoint["optimizer"]["param_groups"])
+    return answers

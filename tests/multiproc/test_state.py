@@ -59,3 +59,11 @@ def test_a_state_dict_says_once_what_it_holds() -> None:
     assert len(first) == 1
     assert first[0].startswith("state_dict() of a sharded module holds this rank's shards only: save it on every rank")
     assert not second  # one rank says it for all
+
+
+def test_the_optimizer_state_of_another_rank_is_refused() -> None:
+    first, second = run_distributed(bodies.optimizer_states, 2)
+    assert first == {}
+    assert second.keys() == {"new", "used"}
+    start = "the state of AdamW that was loaded is of shard 0 of 2, and this rank has shard 1 of 2 of these weights: "
+    assert all(answer.startswith(start) for answer in second.values())
