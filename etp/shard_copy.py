@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch._guards import TracingContext
 
 from etp.errors import EtpStateError
-from etp.refusals import OneOfMany, named_functions
+from etp.refusals import INITIALISERS, OneOfMany, named_functions
 
 type Cut = tuple[int, int, int]
 """The shard's index, the number of shards, and the rows of the weight."""
@@ -78,7 +78,7 @@ class WithCut(OneOfMany, torch.Tensor):
 
 
 class ShardCopy(WithCut):
-    """A shard or a copy of it, as in state dicts: usable like any tensor, except as a layer's weight."""
+    """A shard or a copy of it, as in state dicts: usable like any tensor, except as a weight, and not drawn anew."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, cut: Cut) -> Self:
@@ -101,6 +101,12 @@ class ShardCopy(WithCut):
             raise EtpStateError(
                 f"{func.__name__} on a copy of shard {copies[0].etp_cut[0]} of {copies[0].etp_cut[1]}: a shard is not "
                 "its weight. Pass the module's own parameter, which is gathered, or param.full_tensor()"
+            )
+        if func in INITIALISERS and copies and copies[0].etp_cut[1] > 1:
+            raise TypeError(
+                f"{func.__name__} on a copy of shard {copies[0].etp_cut[0]} of {copies[0].etp_cut[1]}: ranks with the "
+                "same seed would draw the same rows. Initialise before etp.shard_module, pass the values to "
+                "etp.load_full_state_dict, or fill param.local_shard()"
             )
         if func in ASKED_BY_WRITERS:
             refuse_writers(func, copies[0].etp_cut)

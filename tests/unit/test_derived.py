@@ -180,6 +180,9 @@ def test_data_is_an_ordinary_tensor_but_not_drawn_anew(shard: Any) -> None:
     for refused in (data.normal_, lambda: torch.nn.init.uniform_(data), lambda: torch.nn.init.trunc_normal_(data)):
         with pytest.raises(TypeError, match=r"on ETPShardedParam\(.*Initialise before etp\.shard_module"):
             refused()
+    for refused in (shard.detach().normal_, lambda: torch.nn.init.normal_(shard.detach()), data.clone().uniform_):
+        with pytest.raises(TypeError, match=r"on a copy of shard 1 of 4: .*Initialise before etp\.shard_module"):
+            refused()
     assert version() == before
     assert data.mul_(2.0) is data
     assert version() != before
