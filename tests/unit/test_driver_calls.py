@@ -125,7 +125,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, world: dist.ProcessGroup) -> Machin
 
     def with_stream(self: Lane, device: torch.device) -> None:
         made(self, device)
-        self.has_streams = True
         self._device_module, self._new_event, self._stream = cast("Any", machine), machine.Event, machine.Stream()
 
     monkeypatch.setattr(Lane, "__init__", with_stream)
