@@ -251,9 +251,7 @@ def test_a_number_too_large_for_the_dtype_is_refused(tmp_path: Path, source: str
     directory.allocate(layout)
     write_boxes(plan, 0, {"t": memory}, layout, directory.partial, 16, ignore)
     memory[17] = -70144.0
-    with pytest.raises(
-        RefitError, match=r"w\[[02]:4, 0:6\] has a weight of -70144.0, .* float16; take bfloat16"
-    ):
+    with pytest.raises(RefitError, match=r"w\[[02]:4, 0:6\] has a weight of -70144.0, .* float16; take bfloat16"):
         write_boxes(plan, 0, {"t": memory}, layout, directory.partial, 48, ignore)
 
 
