@@ -255,9 +255,9 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
     chunks = build(Case("etp2", TrainerMesh(etp=2)))
     messages = []
 
-    def attempt(path: Path, vocab_size: int = VOCABULARY, options: ExportOptions = ExportOptions()) -> None:
+    def attempt(path: Path, vocab_size: int = VOCABULARY, kind: WeightFormat = WeightFormat.TRAINED) -> None:
         try:
-            export_checkpoint(chunks, path, vocab_size=vocab_size, options=options)
+            export_checkpoint(chunks, path, vocab_size=vocab_size, options=ExportOptions(weight_format=kind))
         except ExportError as error:
             messages.append(str(error))
 
@@ -274,7 +274,7 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(BlockQuantizer, "cast", _lack_memory)
-        attempt(target, options=ExportOptions(weight_format=WeightFormat.FP8_BLOCK))
+        attempt(target, kind=WeightFormat.FP8_BLOCK)
     return messages
 
 
