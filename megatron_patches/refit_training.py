@@ -255,8 +255,6 @@ class Pusher:
     def _open(self, args: argparse.Namespace, model: Sequence[Any]) -> RefitSession:
         import torch.distributed as dist
 
-        from megatron_patches.refit.megatron_checkpoint import vocabulary_of
-
         credentials = push_flags.credentials_from(args, _PREFIX)
         engines = []
         if dist.get_rank() == 0:
@@ -265,7 +263,7 @@ class Pusher:
         session = RefitSession(
             model,
             engines,
-            vocab_size=vocabulary_of(args),
+            vocab_size=_vocab_size(args),
             options=options_from_args(args),
             telemetry=self._telemetry,
         )
@@ -323,6 +321,20 @@ def end_with(error: RefitError) -> NoReturn:
     last_line.leave(str(error))
     first = dist.get_rank() == 0
     raise SystemExit(fail(error, speaks=first, leads=first)) from error
+
+
+def _vocab_size(args: argparse.Namespace) -> int:
+    """Rows of the engines' embedding: of the published model that the run began with, or the tokenizer's tokens.
+
+    Raises:
+        RefitError: if neither is known.
+    """
+    from megatron_patches.refit.megatron_checkpoint import vocabulary_of
+    from megatron_patches.refit.source.config_traits import family_from_config, read_config
+
+    if args.load_hf is None:
+        return vocabulary_of(args)
+    return family_from_config(read_config(Path(args.load_hf))).traits.vocab_size
 
 
 def _args() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.checkpoint_build import build_chunks
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import ParallelSizes
-from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.errors import ExportError, RefitError
 from megatron_patches.refit.exchange import default_exchange, together
 from megatron_patches.refit.megatron_checkpoint import (
     find_iteration,
@@ -113,12 +113,27 @@ def loaded(
     with process_groups(sizes, timedelta(minutes=options.timeout_minutes)):
         vocab_size = vocabulary_of(args) if options.vocab_size is None else options.vocab_size
         check(vocab_size)
+        _check_rows(args, vocab_size)
         chunks = build_chunks(args, sizes)
         exchange = default_exchange()
         # Refuse unsupported models before the weights are read.
         together(exchange, f"describing {directory}", lambda: describe_rank(chunks, vocab_size, exchange.rank, None))
         load_weights(chunks, directory)
         yield CheckpointModel(chunks, vocab_size, int(getattr(args, "iteration", 0) or _number(directory)))
+
+
+def _check_rows(args: argparse.Namespace, vocab_size: int) -> None:
+    """Refuses tokens beyond the saved embedding: these parallel sizes may add rows, which nothing fills.
+
+    Raises:
+        ExportError: with both numbers.
+    """
+    rows = args.padded_vocab_size
+    if rows is not None and vocab_size > rows:
+        raise ExportError(
+            f"the checkpoint's embedding has {rows} rows, padding included, and {vocab_size} tokens are asked for; "
+            "pass --vocab-size with the tokens that it was trained on"
+        )
 
 
 def patch_megatron() -> None:

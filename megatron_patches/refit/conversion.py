@@ -7,8 +7,14 @@ a destination records them, its plan and the plan's digest contain them, and it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.dtypes import holds
+from megatron_patches.refit.errors import RefitError
+
+if TYPE_CHECKING:
+    import torch
 
 CONVERT = "to"
 """The operation that only changes the dtype."""
@@ -93,3 +99,25 @@ class Conversion:
 
     def __str__(self) -> str:
         return f"{self.rule.target} of destination rank {self.rank}: {self.dtype}, {self.rule}"
+
+
+def check_none_overflowed(values: torch.Tensor, converted: torch.Tensor, box: Box) -> None:
+    """Checks that a conversion has made no finite number infinite. Rounding is no error.
+
+    Args:
+        values: elements of a floating-point dtype.
+        converted: the same in another one; may be on another device.
+        box: the elements, for the message.
+
+    Raises:
+        RefitError: with the first such number.
+    """
+    infinite = converted.isinf()
+    if not infinite.any():
+        return
+    lost = infinite.to(values.device) & values.isfinite()
+    if lost.any():
+        dtype = str(converted.dtype).removeprefix("torch.")
+        raise RefitError(
+            f"{box} has a weight of {float(values[lost][0])}, which is too large for {dtype}; take bfloat16 or float32"
+        )

@@ -279,8 +279,12 @@ class _Job:
             return
         self._together(lambda: quantizer.measure(memory))
         quantizer.agree()
-        quantizer.cast(memory)
-        self._together(quantizer.check)
+
+        def cast() -> None:
+            quantizer.cast(memory)
+            quantizer.check()
+
+        self._together(cast)
         self._memory = {**memory, **quantizer.quantized}
 
     def _config(self, family: ModelFamily, plan: Plan) -> Mapping[str, object]:

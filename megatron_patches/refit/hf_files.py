@@ -102,6 +102,12 @@ def _indexed(directory: Path) -> Mapping[str, str]:
     where = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(where, dict) or not where:
         raise LoadError(f"{path} has no weight_map")
+    # transformers would read this file, and others those that the index names.
+    if _SINGLE_FILE not in where.values() and (directory / _SINGLE_FILE).exists():
+        raise LoadError(
+            f"{directory} has {_SINGLE_FILE} beside {INDEX_NAME}, which does not name it; remove the one that is not "
+            "the model's"
+        )
     for name, file in where.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise LoadError(f"{path} says that {name} is in {file!r}, which is not a file beside it")

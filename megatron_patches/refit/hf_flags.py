@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_patches.refit.command import fail
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.hf_match import rope_scaling, unsupported
+from megatron_patches.refit.source.config_fields import number
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.llama import common_config
@@ -41,7 +42,7 @@ def model_flags(config: Mapping[str, object]) -> list[str]:
         reasons.append(f"its router has norm_topk_prob {traits.norm_topk_prob}")
     if reasons:
         raise UnsupportedModelError(f"Megatron cannot build this {family.architecture}: {'; '.join(reasons)}")
-    flags = [*_shape(family), *_attention(traits), *_feed_forward(traits), *_experts(traits)]
+    flags = [*_shape(family, config), *_attention(traits), *_feed_forward(traits), *_experts(traits)]
     if scaling is not None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", str(scaling["factor"])]
     return flags
@@ -86,17 +87,19 @@ def _llama_scaling(family: ModelFamily, scaling: Mapping[str, object]) -> object
     return common_config(replace(family.traits, rope_scaling_factor=float(factor)))["rope_scaling"]
 
 
-def _shape(family: ModelFamily) -> Iterator[str]:
+def _shape(family: ModelFamily, config: Mapping[str, object]) -> Iterator[str]:
     traits = family.traits
     if traits.layer_kinds:
-        config = family.config()
-        mtp = traits.mtp_layers * f"/{config.get('mtp_hybrid_override_pattern')}"
-        yield from ("--hybrid-layer-pattern", f"{config['hybrid_override_pattern']}{mtp}")
+        patterns = family.config()
+        mtp = traits.mtp_layers * f"/{patterns.get('mtp_hybrid_override_pattern')}"
+        yield from ("--hybrid-layer-pattern", f"{patterns['hybrid_override_pattern']}{mtp}")
     else:
         yield from ("--num-layers", str(traits.num_layers))
     yield from ("--hidden-size", str(traits.hidden_size), "--ffn-hidden-size", str(traits.ffn_hidden_size))
     yield from ("--max-position-embeddings", str(traits.max_positions))
     yield from ("--normalization", "RMSNorm", "--norm-epsilon", str(traits.norm_eps))
+    for name in ("attention_dropout", "hidden_dropout"):  # Megatron's defaults are not 0
+        yield from ("--" + name.replace("_", "-"), f"{number(config, name, 0.0):g}")
     if not traits.tied_embeddings:
         yield "--untie-embeddings-and-output-weights"
     if not traits.linear_bias:

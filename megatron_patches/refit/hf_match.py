@@ -206,6 +206,8 @@ def unsupported(config: Mapping[str, object]) -> Iterator[str]:
         yield f"its attention has a window (sliding_window {config['sliding_window']})"
     if config.get("partial_rotary_factor") not in (None, 1, 1.0):
         yield f"it rotates a part of each head (partial_rotary_factor {config['partial_rotary_factor']})"
+    if config.get("rope_interleave", True) is False:
+        yield "it rotates halves of a head against each other (rope_interleave False)"
 
 
 def _difference(name: str, given: object, mine: object) -> str:

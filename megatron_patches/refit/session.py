@@ -32,7 +32,7 @@ from megatron_patches.refit.source.weight_source import WeightSource, source_of
 from megatron_patches.refit.subscription import Subscription
 from megatron_patches.refit.subscriptions import Subscriptions, await_all, commits_of, failures
 from megatron_patches.refit.telemetry import Telemetry
-from megatron_patches.refit.trainer_rank import Once, Trainer
+from megatron_patches.refit.trainer_rank import Once, Trainer, settled
 
 if TYPE_CHECKING:
     import torch
@@ -253,12 +253,12 @@ class RefitSession:
         with nullcontext() if self._coordinator is None else self._coordinator.sending():
             orders = self._take_orders(self._trainer, kv_scales)
             began = time.perf_counter()
-            self._source.settle()
+            look_up = settled(self._source)
             taking, following = (
                 {number: self._subscriptions.open[number] for number in numbers}
                 for numbers in (orders.taking, orders.following)
             )
-            self._send(self._trainer, version, taking)
+            self._send(self._trainer, version, taking, look_up)
             for one in following.values():
                 one.follow(version)
         seconds = {"send": time.perf_counter() - began}
@@ -333,9 +333,9 @@ class RefitSession:
         before, self._source.values = self._source.values, scale_values(kv_scales)
         return before.keys() != self._source.values.keys()
 
-    def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription]) -> None:
+    def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription], look_up: Once) -> None:
         """Sends this rank's part of a version to engines."""
-        look_up, quantizing = Once(self._source.look_up), self._quantizing
+        quantizing = self._quantizing
         if trainer.stream is not None:  # what subscriptions give a GPU comes after what this thread has given it
             import torch
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from megatron_patches.refit.coordinator import Coordinator
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.exchange import Exchange, describe_error
 from megatron_patches.refit.lobby import Listener
 from megatron_patches.refit.push_options import RefitOptions
@@ -69,16 +69,17 @@ class Subscriptions:
         Raises:
             PartyFailedError: on every rank, if it decides that the push fails.
         """
-        orders = PushOrders()
+        orders, cause = PushOrders(), None
         if self.coordinator is not None:
             try:
                 orders = decide(self.coordinator)
-            except (RefitError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - carried to every rank, and raised on this one as the cause
+                cause = error
                 engines = error.engines if isinstance(error, PartyFailedError) else ()
                 orders = PushOrders(error=f"cannot start the refit: {describe_error(error)}", engines=engines)
         (orders, *_) = self._exchange.gather(orders)
         if orders.error is not None:
-            raise PartyFailedError(orders.error, orders.engines)
+            raise PartyFailedError(orders.error, orders.engines) from cause
         self._agree_on(orders, trainer)
         for number in orders.ended:
             self._end(number)

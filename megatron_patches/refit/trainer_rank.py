@@ -15,6 +15,9 @@ from megatron_patches.refit.telemetry import Telemetry
 if TYPE_CHECKING:
     import torch
 
+    from megatron_patches.refit.ports import Memory
+    from megatron_patches.refit.source.weight_source import WeightSource
+
 
 @dataclass(frozen=True)
 class Trainer:
@@ -70,3 +73,17 @@ class Once:
         """The value."""
         self.compute()
         return self._found.result()
+
+
+def settled(source: WeightSource) -> Once:
+    """Settles this rank's weights. What goes wrong is raised by what looks them up, for which the other ranks wait."""
+    try:
+        source.settle()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error  # Python deletes ``error`` after this block
+
+        def look_up() -> Memory:
+            raise failure
+
+        return Once(look_up)
+    return Once(source.look_up)

@@ -248,14 +248,16 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
 
     megatron_patches.apply()
     from megatron_patches.refit.errors import ExportError
-    from megatron_patches.refit.export import export_checkpoint
+    from megatron_patches.refit.export import ExportOptions, export_checkpoint
+    from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+    from megatron_patches.refit.weight_format import WeightFormat
 
     chunks = build(Case("etp2", TrainerMesh(etp=2)))
     messages = []
 
-    def attempt(path: Path, vocab_size: int = VOCABULARY) -> None:
+    def attempt(path: Path, vocab_size: int = VOCABULARY, kind: WeightFormat = WeightFormat.TRAINED) -> None:
         try:
-            export_checkpoint(chunks, path, vocab_size=vocab_size)
+            export_checkpoint(chunks, path, vocab_size=vocab_size, options=ExportOptions(weight_format=kind))
         except ExportError as error:
             messages.append(str(error))
 
@@ -269,7 +271,15 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
     attempt(target, vocab_size=1000)
     (Path(folder) / "file").write_text("")
     attempt(Path(folder) / "file" / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(BlockQuantizer, "cast", _lack_memory)
+        attempt(target, kind=WeightFormat.FP8_BLOCK)
     return messages
+
+
+def _lack_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.integration
@@ -277,10 +287,12 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
 def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
     first, second = run_megatron(fail_on_one_rank, 2, args=(str(tmp_path),), fresh=True)
     assert first == second
-    assert len(first) == 4
+    assert len(first) == 5
     assert "failed on rank 1" in first[0]
     assert "no tensor of LlamaForCausalLM corresponds to the Megatron parameter decoder.layers.0.extra" in first[0]
     assert "rank 1 describes another model than rank 0: vocab_size 252 instead of 251" in first[1]
     assert "256 rows, padding included, which cannot hold 1000 tokens" in first[2]
     assert "cannot write to" in first[3]
+    assert "failed on rank 1" in first[4]
+    assert "CUDA out of memory" in first[4]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

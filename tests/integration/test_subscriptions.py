@@ -493,3 +493,32 @@ def test_a_push_that_raises_names_the_engine_and_the_other_one_serves_the_versio
     assert lost["bytes_by_source"] == []
     assert lost["reason"]
     assert [told["engine 0", version]["seconds"]["plan"] > 0 for version in (1, 2, 3)] == [True, False, True]
+
+
+def one_rank_cannot_settle(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Completing a gather fails on one rank, once."""
+    push(1, wait=True)
+    source, began = session._source, time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if session.exchange.rank == 1:
+            patch.setattr(source, "settle", _raise)
+        with pytest.raises(PartyFailedError) as raised:
+            push(2, wait=True)
+    took = time.monotonic() - began
+    session.prepare()
+    push(3, wait=True)
+    found = [client.run("content") for client in clients] if session.exchange.rank == 0 else []
+    return str(raised.value), took, found
+
+
+def _raise() -> None:
+    raise RuntimeError("the gather did not end")
+
+
+def test_a_rank_whose_weights_do_not_settle_fails_the_push_of_all(tmp_path: Path) -> None:
+    (reason, took, found), (reason_of_other, *_) = run(tmp_path, one_rank_cannot_settle)
+    assert reason == reason_of_other
+    assert "trainer rank 1" in reason
+    assert "the gather did not end" in reason
+    assert took < LEASE_S
+    assert found == [(3, expected(3))] * 2

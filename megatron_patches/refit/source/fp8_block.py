@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.live import memory_of
+from megatron_patches.refit.trainer_rank import settled
 from megatron_patches.refit.weight_format import WeightFormat, quantization_config, with_scales
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     import torch
 
@@ -67,17 +68,15 @@ class Fp8BlockSource:
 
     def settle(self) -> None:
         """Begins to quantize the current weights, after what the current stream has to do. Collective."""
-        self._source.settle()
-        self._failure = None
-        if self._quantizer is None:
-            return
-        with self._on_stream():
-            self._quantize(self._quantizer)
+        look_up, self._failure = settled(self._source), None
+        if self._quantizer is not None:
+            with self._on_stream():
+                self._quantize(self._quantizer, look_up)
 
-    def _quantize(self, quantizer: BlockQuantizer) -> None:
+    def _quantize(self, quantizer: BlockQuantizer, look_up: Callable[[], Memory]) -> None:
         memory: Memory = {}
         try:
-            memory = self._source.look_up()
+            memory = look_up()
             quantizer.measure(memory)
         except Exception as error:  # noqa: BLE001 - raised by look_up()
             self._failure = error

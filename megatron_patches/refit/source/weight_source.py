@@ -33,7 +33,10 @@ class WeightSource(Protocol):
         """
 
     def settle(self) -> None:
-        """Completes what changes the weights, such as a gather under way. All ranks call it before each push."""
+        """Completes what changes the weights, such as a gather under way. All ranks call it before each push.
+
+        What it raises fails the push on all ranks.
+        """
 
     def look_up(self) -> Memory:
         """The current memory of the storages that :meth:`describe` listed, by name.

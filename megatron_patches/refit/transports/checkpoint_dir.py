@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # not those of an adapter or an optimizer
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # not those of an adapter or an optimizer
 _RESERVED_BYTES = 1 << 20  # for JSON files and file system metadata
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -141,10 +141,20 @@ class CheckpointDirectory:
 
     def _carry_over(self) -> None:
         """Copies other files beside the old checkpoint, such as a tokenizer, into the new one; links stay links."""
+        replaced = {CONFIG_NAME, GENERATION_NAME, INDEX_NAME, *_named_by_index(self.target / INDEX_NAME)}
         for entry in self.target.iterdir():
-            ours = entry.name in (CONFIG_NAME, GENERATION_NAME, INDEX_NAME) or _WEIGHTS.fullmatch(entry.name)
-            if not ours:
+            if entry.name not in replaced and not _WEIGHTS.fullmatch(entry.name):
                 shutil.copy2(entry, self.partial / entry.name, follow_symlinks=False)
+
+
+def _named_by_index(path: Path) -> set[str]:
+    """The files that an index names; none if it is missing or unreadable."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    return {file for file in where.values() if isinstance(file, str)} if isinstance(where, dict) else set()
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_patches.refit.boxes import TensorSpec, contiguous_runs
+from megatron_patches.refit.conversion import check_none_overflowed
 from megatron_patches.refit.digest import combine, digest_array
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, ExportError
@@ -62,6 +63,7 @@ def write_boxes(
 
     Raises:
         ExportError: if a file is missing.
+        RefitError: if a weight is too large for the dtype that it is converted to.
         OSError: if a write or sync fails.
     """
     specs = {spec.name: spec for spec in plan.tensors}
@@ -143,7 +145,9 @@ def _payload(item: Transfer, storage: torch.Tensor) -> Bytes:
 
     values = item.read.tensor(storage.detach())
     if item.source_dtype != item.dtype:
-        values = values.to(getattr(torch, item.dtype))
+        converted = values.to(getattr(torch, item.dtype))
+        check_none_overflowed(values, converted, item.box)
+        values = converted
     values = values.contiguous().cpu()
     return values.reshape(-1).view(torch.uint8).numpy()
 

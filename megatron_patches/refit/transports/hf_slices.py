@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.conversion import check_none_overflowed
 from megatron_patches.refit.digest import combine, digest_array
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError
@@ -46,6 +47,7 @@ def read_slices(
         The number of bytes read.
 
     Raises:
+        RefitError: if a weight is too large for the dtype that it is converted to.
         OSError: if a file cannot be read.
     """
     by_file: dict[str, list[Transfer]] = defaultdict(list)
@@ -56,7 +58,9 @@ def read_slices(
         with safe_open(files.directory / file, framework="pt") as handle:
             for item in _in_pieces(items, staging_bytes):
                 values = handle.get_slice(item.box.tensor)[_slices(item.box)]
-                item.write.tensor(memory[item.write.storage]).copy_(values)
+                place = item.write.tensor(memory[item.write.storage]).copy_(values)
+                if item.source_dtype != item.dtype:
+                    check_none_overflowed(values, place, item.box)
                 total += values.nbytes
                 progress(values.nbytes)
     return total

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_patches.refit.checkpoint_build import _staged
-from megatron_patches.refit.checkpoint_model import add_options
+from megatron_patches.refit.checkpoint_model import _check_rows, add_options
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import FLAGS, ParallelSizes
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
@@ -35,6 +35,14 @@ def test_a_wait_that_is_none_is_refused(minutes: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         parser.parse_args(["--load", "here", f"--timeout-minutes={minutes}"])
     assert f"argument --timeout-minutes: '{minutes}' is not a positive number of minutes" in capsys.readouterr().err
+
+
+def test_rows_that_were_not_saved_hold_no_tokens() -> None:
+    """Tensor parallelism may pad the embedding further, with rows that no checkpoint fills."""
+    _check_rows(argparse.Namespace(padded_vocab_size=251), 251)
+    _check_rows(argparse.Namespace(padded_vocab_size=None), 252)
+    with pytest.raises(ExportError, match=r"embedding has 251 rows, padding included, and 252 tokens .* --vocab-size"):
+        _check_rows(argparse.Namespace(padded_vocab_size=251), 252)
 
 
 def test_flags_are_read_into_sizes() -> None:

@@ -7,13 +7,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megatron_patches.refit import exchange as exchange_module
+from megatron_patches.refit.coordinator import Coordinator
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.exchange import Exchange, on_first
+from megatron_patches.refit.exchange import Exchange, describe_error, on_first
+from megatron_patches.refit.push_options import RefitOptions
+from megatron_patches.refit.push_orders import PushOrders
+from megatron_patches.refit.subscriptions import Subscriptions
+from megatron_patches.refit.trainer_rank import Trainer
 
 RANKS = 3
 
@@ -81,6 +86,25 @@ def test_what_fails_on_the_first_one_fails_on_all() -> None:
 
     found, _ = together(lambda rank: on_first(rank, work))
     assert [(str(error), error.engines) for error in found] == [("http://a cannot be reached", ("http://a",))] * RANKS
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), AttributeError("no attribute 'k_scale'")])
+def test_all_learn_that_the_first_one_cannot_decide_who_takes_part(error: Exception) -> None:
+    """Whatever the reason, others would wait for its orders until the time-out of their group."""
+
+    def decide(_: Coordinator) -> PushOrders:
+        raise error
+
+    def agree(rank: Rank) -> Any:
+        subscriptions = Subscriptions(rank, RefitOptions())
+        try:
+            return subscriptions.agree(decide, cast(Trainer, None))
+        finally:
+            subscriptions.close()
+
+    found, _ = together(agree)
+    assert [str(one) for one in found] == [f"cannot start the refit: {describe_error(error)}"] * RANKS
+    assert found[0].__cause__ is error
 
 
 def test_only_the_first_one_works() -> None:

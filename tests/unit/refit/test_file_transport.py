@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
 from megatron_patches.refit.digest import combine
-from megatron_patches.refit.errors import ExportError
+from megatron_patches.refit.errors import ExportError, RefitError
 from megatron_patches.refit.exchange import Exchange, default_exchange, together
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.plan import PlanOptions, make_plan
@@ -237,6 +237,24 @@ def test_strided_and_converted_boxes_are_staged(tmp_path: Path) -> None:
         assert torch.equal(handle.get_tensor("w"), memory.t().to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_a_number_too_large_for_the_dtype_is_refused(tmp_path: Path, source: str) -> None:
+    """As infinity it would be another weight; one that is infinite, or not a number, stays so."""
+    spec = TensorSpec("w", (5, 6), "float16")
+    memory = torch.ones(30, dtype=getattr(torch, source))
+    memory[:4] = torch.tensor([float("inf"), float("nan"), -float("inf"), 65000.0])
+    manifest = Manifest(0, "", (Storage("t", source, 30, 30),), (Placement(spec.box, View("t", 0, (5, 6), (6, 1))),))
+    layout = layout_checkpoint([spec], 1000)
+    plan = make_plan([spec], [manifest], [layout.manifest()], PlanOptions(conversions=frozenset({(source, "float16")})))
+    directory = CheckpointDirectory(tmp_path / "out", "x")
+    directory.create()
+    directory.allocate(layout)
+    write_boxes(plan, 0, {"t": memory}, layout, directory.partial, 16, ignore)
+    memory[17] = -70144.0
+    with pytest.raises(RefitError, match=r"w\[[02]:4, 0:6\] has a weight of -70144.0, .* float16; take bfloat16"):
+        write_boxes(plan, 0, {"t": memory}, layout, directory.partial, 48, ignore)
+
+
 FULL_DISK = """
 import resource, sys
 sys.path[:0] = {path!r}
@@ -347,6 +365,37 @@ def test_a_replaced_checkpoint_keeps_what_others_put_there(
     assert_whole(target)
     (tmp_path / "shared").rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("names", "index"),
+    [
+        (["model-00001-of-000163.safetensors", "model-00163-of-000163.safetensors"], False),  # as DeepSeek-V3's
+        (["part-a.safetensors", "part-b.safetensors"], True),
+    ],
+)
+def test_weights_under_other_names_are_replaced_too(tmp_path: Path, names: list[str], index: bool) -> None:
+    """Without an index, vLLM reads every safetensors file of a folder, also those of an older checkpoint."""
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    for name in names:
+        (target / name).write_text("old weights")
+    if index:
+        (target / INDEX_NAME).write_text(json.dumps({"weight_map": {f"{name}.weight": name for name in names}}))
+    (target / "tokenizer.json").write_text("tokens")
+    export(target, 2, overwrite=True)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert_whole(target)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3, "b": "../x"}}'])
+def test_an_index_that_says_nothing_is_replaced_as_any(tmp_path: Path, content: str) -> None:
+    target = tmp_path / "out"
+    export(target, 1)
+    (target / INDEX_NAME).write_text(content)
+    export(target, 1, overwrite=True)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(

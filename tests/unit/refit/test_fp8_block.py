@@ -239,7 +239,7 @@ class Weights:
     device = CPU
 
     def __init__(self, weight: torch.Tensor, box: Box) -> None:
-        self.weight, self.box, self.failure = weight, box, ""
+        self.weight, self.box, self.failure, self.unsettled = weight, box, "", False
 
     def describe(self, rank: int) -> Held:
         shapes = {WEIGHT: tuple(self.weight.shape), "model.norm.weight": (3,)}
@@ -247,7 +247,8 @@ class Weights:
         return Held({"model_type": "llama"}, shapes, manifest)
 
     def settle(self) -> None:
-        pass
+        if self.unsettled:
+            raise OSError("the weights are still on their way")
 
     def look_up(self) -> Memory:
         if self.failure:
@@ -305,7 +306,11 @@ def test_a_rank_whose_weights_have_gone_does_not_leave_the_others_waiting() -> N
     in_all(sources, Fp8BlockSource.settle)
     with pytest.raises(MemoryError, match="on holiday"):
         sources[0].look_up()
-    inner[0].failure = ""
+    inner[0].failure, inner[0].unsettled = "", True
+    in_all(sources, Fp8BlockSource.settle)
+    with pytest.raises(OSError, match="still on their way"):
+        sources[0].look_up()
+    inner[0].unsettled = False
     in_all(sources, Fp8BlockSource.settle)
     assert len(sources[0].look_up()) == 3
 

@@ -93,6 +93,10 @@ def _claim(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable
         (_claim(lambda header: header["a.weight"].update(dtype="F4")), "a.weight in .* is of type F4; known are"),
         (_claim(lambda header: header["a.weight"].pop("shape")), "does not say dtype, shape and data_offsets of a.w"),
         (lambda folder: (folder / "config.json").unlink(), "cannot read .*config.json"),
+        (
+            lambda folder: save_file(TENSORS, folder / "model.safetensors"),
+            "has model.safetensors beside model.safetensors.index.json, which does not name it; remove the one",
+        ),
     ],
 )
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:

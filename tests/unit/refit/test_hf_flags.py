@@ -74,13 +74,15 @@ def test_latent_experts_and_mtp_layers_are_planned(tmp_path: Path, capsys: pytes
 def test_flags_say_all_that_a_model_is() -> None:
     assert " ".join(model_flags(PUBLIC["llama-3.2-1b"])) == (
         "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --max-position-embeddings 131072 "
-        "--normalization RMSNorm --norm-epsilon 1e-05 --disable-bias-linear --num-attention-heads 32 --kv-channels 64 "
+        "--normalization RMSNorm --norm-epsilon 1e-05 --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear "
+        "--num-attention-heads 32 --kv-channels 64 "
         "--group-query-attention --num-query-groups 8 --position-embedding-type rope --rotary-base 500000 --swiglu "
         "--use-rope-scaling --rope-scaling-factor 32.0"
     )
     assert " ".join(model_flags(PUBLIC["nemotron-h-8b"])) == (
         f"--hybrid-layer-pattern {PUBLIC['nemotron-h-8b']['hybrid_override_pattern']} --hidden-size 4096 "
         "--ffn-hidden-size 21504 --max-position-embeddings 8192 --normalization RMSNorm --norm-epsilon 1e-05 "
+        "--attention-dropout 0 --hidden-dropout 0 "
         "--untie-embeddings-and-output-weights --disable-bias-linear --num-attention-heads 32 --kv-channels 128 "
         "--group-query-attention --num-query-groups 8 --position-embedding-type none --squared-relu "
         "--mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128"
@@ -102,6 +104,12 @@ def test_flags_say_all_that_a_model_is() -> None:
         "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
         "--moe-router-topk-scaling-factor 2.5"
     )
+
+
+def test_dropout_is_what_the_configuration_says() -> None:
+    """Megatron's default is 0.1."""
+    flags = model_flags({**tiny_models.NEMOTRON_H, "attention_dropout": 0.25, "hidden_dropout": 0.5})
+    assert "--attention-dropout 0.25 --hidden-dropout 0.5" in " ".join(flags)
 
 
 def test_the_vocabulary_is_that_of_a_tokenizer_if_there_is_one(tmp_path: Path) -> None:

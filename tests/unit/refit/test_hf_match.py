@@ -73,6 +73,7 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("qwen3_moe", {"norm_topk_prob": False}, r"norm_topk_prob is False .* \(--moe-router-pre-softmax\)"),
         ("deepseek_v3", {"routed_scaling_factor": 1.5}, r"is 1.5 .* 2.5 .* \(--moe-router-topk-scaling-factor\)"),
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func is 'softmax' .* \(--moe-router-score-function\)"),
+        ("deepseek_v3", {"rope_interleave": False}, r"it rotates halves of a head .*\(rope_interleave False\)"),
         ("deepseek_v3", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run \(--mtp-num-layers, --hyb"),
         ("nemotron_h", {"ssm_state_size": 7}, r"ssm_state_size is 7 .* 5 in this run \(--mamba-state-dim\)"),
         ("nemotron_h", {"hybrid_override_pattern": "ME*M-EM*"}, r"'ME\*M-EM\*' .* \(--hybrid-layer-pattern\)"),

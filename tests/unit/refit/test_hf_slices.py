@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_patches.refit.boxes import Box, View
-from megatron_patches.refit.errors import DigestError
+from megatron_patches.refit.errors import DigestError, RefitError
 from megatron_patches.refit.hf_files import HuggingFaceFiles, open_checkpoint
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.plan import PartOf, PlanOptions, make_part
@@ -54,6 +54,17 @@ def test_every_slice_arrives_converted(files: HuggingFaceFiles, dtype: torch.dty
     assert torch.equal(memory["first"], expected)
     assert torch.equal(memory["second"], TENSORS["c"][1:].flatten().float())
     verify_slices(PLACES, files, memory, staging_bytes, lambda _: None)
+
+
+def test_a_number_too_large_for_the_model_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", {}, {"w": torch.tensor([1.0, 2.0, 1e5, float("inf")])})
+    files = open_checkpoint(tmp_path / "model")
+    box = Box("w", (1,), (4,))
+    wanted = Manifest(0, "", (Storage("s", "float16", 3, 3),), (Placement(box, View("s", 0, (3,), (1,))),))
+    options = PlanOptions(conversions=frozenset({("float32", "float16")}))
+    plan = make_part([files.tensors["w"].spec], [files.manifest(["w"])], [wanted], PartOf("destination", 0), options)
+    with pytest.raises(RefitError, match=r"w\[1:4\] has a weight of 100000.0, .* float16; .* bfloat16 or float32"):
+        read_slices(plan.transfers, files, {"s": torch.zeros(3).half()}, 1 << 20, lambda _: None)
 
 
 def _flip(memory: dict[str, torch.Tensor]) -> None:

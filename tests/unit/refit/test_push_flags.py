@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from megatron_patches.refit.push_flags import add_flags, options_from
 from megatron_patches.refit.session import OnEngineFailure, RefitOptions
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.weight_format import WeightFormat
+from tests.integration.tiny_models import QWEN3
 
 GIVEN = [
     *("transport", "tcp"),
@@ -164,6 +166,17 @@ def test_an_interval_that_no_step_ends_is_refused(interval: int, load: str | Non
     args.train_iters, args.load = 10, load
     with pytest.raises(UnsupportedConfigurationError, match="11, of --train-iters 10") if refused else nullcontext():
         refit_training.check(args)
+
+
+@pytest.mark.parametrize(("published", "rows"), [(False, 250), (True, 256)])
+def test_engines_have_the_rows_of_the_published_model_that_a_run_began_with(
+    tmp_path: Path, published: bool, rows: int
+) -> None:
+    """Published models have more rows than their tokenizers have tokens, and engines that serve them have all."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": 256}))
+    load_hf = str(tmp_path) if published else None
+    args = argparse.Namespace(load_hf=load_hf, tokenizer_type="NullTokenizer", vocab_size=250)
+    assert refit_training._vocab_size(args) == rows
 
 
 class Pushing(refit_training.Pusher):

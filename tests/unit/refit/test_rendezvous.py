@@ -31,8 +31,10 @@ def all_parts(what: str, parts: list[bytes]) -> list[bytes]:
 
 
 @contextmanager
-def meeting(parties: int, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[Rendezvous, list[Assembly]]]:
-    server = Rendezvous(parties, timeout_s, all_parts)
+def meeting(
+    parties: int, timeout_s: float = TIMEOUT_S, answer: Callable[[str, list[bytes]], list[bytes]] = all_parts
+) -> Iterator[tuple[Rendezvous, list[Assembly]]]:
+    server = Rendezvous(parties, timeout_s, answer)
     members = [Assembly(server.invitation, party, f"party {party}") for party in range(parties)]
     for party in range(parties):  # who joins later misses what was posted before
         wait_for_join(server, party)
@@ -244,6 +246,20 @@ def test_an_answer_of_another_version_of_the_package_is_named() -> None:
         found = on_all(members, lambda m: m.exchange("meet", list[int] if m.party else list[str], lambda: "new"))
         assert found[0] == ["new", "new"]
         assert re.match(r"meet: party 1 cannot read .*Expected `int`.*do all run the same version", str(found[1]))
+
+
+def test_whatever_goes_wrong_while_parts_are_put_together_fails_the_step_alone() -> None:
+    """It does not end the server, which would leave parties with a lost connection in place of the reason."""
+
+    def answer(what: str, parts: list[bytes]) -> list[bytes]:
+        if what == "fail":
+            raise KeyError("w")
+        return all_parts(what, parts)
+
+    with meeting(2, answer=answer) as (_, members):
+        for error in on_all(members, lambda m: m.exchange("fail", list[int], lambda: 0)):
+            assert "the registry: KeyError: 'w'" in str(error)
+        assert on_all(members, lambda m: m.exchange("meet", list[int], lambda: m.party)) == [[0, 1]] * 2
 
 
 def test_what_is_posted_outside_of_steps_reaches_all_who_collect_it() -> None:
