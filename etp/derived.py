@@ -18,7 +18,7 @@ import torch
 from etp.allowed import ALLOWED, is_refused
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
-from etp.refusals import BY_ROW, INITIALISERS, named_functions, refusal, refuse_rows
+from etp.refusals import BY_ROW, INITIALISERS, meet_whole_weight, named_functions, refusal, refuse_rows
 from etp.shard import Shard
 from etp.shard_copy import AS_WEIGHT, ASKED_BY_WRITERS, COPIES, Cut, ShardCopy, WithCut, refuse_writers
 
@@ -79,7 +79,12 @@ class ShardDerived(_OfShard):
         if func in SUMS:
             args, kwargs = without_padding(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                if not derived or not meet_whole_weight(operands, derived[0]._source):
+                    raise
+                raise EtpStateError(refusal(func, derived)) from error
         return mark_result(func, result, derived[0]._source, operands) if derived else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

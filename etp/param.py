@@ -23,9 +23,10 @@ from etp import functional
 from etp.allowed import ALLOWED, is_refused
 from etp.derived import SUMS, ShardData, mark_result, without_padding
 from etp.differentiate import RUNS_BACKWARD, run_backward
+from etp.errors import EtpStateError
 from etp.formats.base import WeightFormat
 from etp.layout import ShardLayout
-from etp.refusals import refusal
+from etp.refusals import meet_whole_weight, refusal
 from etp.shard import Shard, own_rank
 from etp.shard_grad import owned_grad
 from etp.te import active_format
@@ -207,14 +208,12 @@ class ETPShardedParam(Shard):
             raise TypeError(_refusal(func, (*args, *kwargs.values())))
         if func in SUMS:
             args, kwargs = without_padding(args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = call_with_counted(func, args, kwargs, _times)
-        if type(result) is torch.Tensor:
-            operands = [*args, *kwargs.values()]
-            shard = next((operand for operand in operands if isinstance(operand, cls)), None)
-            # Without a driver, the shard is in no model, so no layer can use the result.
-            if shard is not None and shard.has_driver:
-                result = mark_result(func, result, shard, operands)
+        operands = [*args, *kwargs.values()]
+        shard = next((operand for operand in operands if isinstance(operand, cls)), None)
+        result = _called(func, args, kwargs, shard)
+        # Without a driver, the shard is in no model, so no layer can use the result.
+        if type(result) is torch.Tensor and shard is not None and shard.has_driver:
+            result = mark_result(func, result, shard, operands)
         return result
 
     # Methods, because Tensor's own operator turns a TypeError of __torch_function__ into one without our message.
@@ -247,6 +246,18 @@ class ETPShardedParam(Shard):
             f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard "
             f"{self.group_rank} of {self.layout.num_shards}, {self.dtype}, {self.device})"
         )
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any], shard: ETPShardedParam | None) -> Any:
+    """The result of a function of plain tensors. ``shard`` is one of the arguments, if any is not inside a list."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return call_with_counted(func, args, kwargs, _times)
+        except RuntimeError as error:
+            operands = (*args, *kwargs.values())
+            if shard is None or not meet_whole_weight(operands, shard):
+                raise
+            raise EtpStateError(_refusal(func, operands)) from error
 
 
 def _times(value: torch.Tensor) -> int:

@@ -79,6 +79,14 @@ def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
     )
 
 
+def meet_whole_weight(operands: Iterable[Any], shard: Any) -> bool:
+    """Whether a tensor of the whole weight's shape is among ``operands``, to which a shard of it does not fit."""
+    shape = shard.layout.shape
+    if shape == shard.layout.shard_shape:
+        return False
+    return any(isinstance(operand, torch.Tensor) and tuple(operand.shape) == shape for operand in operands)
+
+
 class OneOfMany:
     """A tensor that differs between ranks under the same name; ``torch.distributed.checkpoint`` would keep only one.
 

@@ -6,7 +6,8 @@ into its shard.
 
 [Note: saved weights] Autograd would keep the full weights, or views of them, until the backward pass. It saves their
 place in the weight instead, and the weight is gathered again when the first of them is needed: once in a backward pass,
-however many experts the tokens of a rank have chosen, so that all ranks gather alike.
+however many experts the tokens of a rank have chosen, so that all ranks gather alike. All else goes to the hooks on
+saved tensors around the module, such as those of activation checkpointing: PyTorch calls the innermost ones only.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StackedWeights:
         self._replaced: dict[str, Shard] = {}
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
+        module.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     @_disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -56,7 +57,7 @@ class StackedWeights:
             self._replaced[name] = shard
             module._parameters[name] = full  # type: ignore[assignment]
         if torch.is_grad_enabled():
-            self._saving = torch.autograd.graph.saved_tensors_hooks(_packing(fulls, use), _unpack)
+            self._saving = torch.autograd.graph.saved_tensors_hooks(*_hooks(fulls, use))
             self._saving.__enter__()
 
     @_disable_dynamo
@@ -145,24 +146,24 @@ class _Place:
     offset: int
 
 
-def _packing(fulls: Sequence[torch.Tensor], use: _Use) -> Callable[[torch.Tensor], torch.Tensor | _Place]:
-    """See [Note: saved weights]. Keeps no reference to ``fulls``."""
+def _hooks(fulls: Sequence[torch.Tensor], use: _Use) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]:
+    """How to save a tensor and get it back; see [Note: saved weights]. They keep no reference to ``fulls``."""
     known: Mapping[int, tuple[int, torch.dtype]] = {
         full.untyped_storage().data_ptr(): (index, full.dtype) for index, full in enumerate(fulls)
     }
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None, None)
 
     @_disable_dynamo
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _Place:
+    def pack(tensor: torch.Tensor) -> Any:
         found = known.get(tensor.untyped_storage().data_ptr())
         if found is None or found[1] != tensor.dtype:
-            return tensor
+            return tensor if outer_pack is None else outer_pack(tensor)
         return _Place(use, found[0], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    return pack
+    @_disable_dynamo
+    def unpack(saved: Any) -> Any:
+        if isinstance(saved, _Place):
+            return saved.use.full(saved.index).as_strided(saved.size, saved.stride, saved.offset)
+        return saved if outer_unpack is None else outer_unpack(saved)
 
-
-@_disable_dynamo
-def _unpack(saved: torch.Tensor | _Place) -> torch.Tensor:
-    if isinstance(saved, torch.Tensor):
-        return saved
-    return saved.use.full(saved.index).as_strided(saved.size, saved.stride, saved.offset)
+    return pack, unpack

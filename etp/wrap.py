@@ -111,6 +111,8 @@ def shard_module(
     for group in [etp_group, *apart]:
         runtime.agree_on_name(group, module)
     check_uses(module, runtime)
+    # Last, because the checks of a module of experts that is the root find shards in it.
+    _replace_stacked(plan.sites)
     logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
     return runtime
 
@@ -328,6 +330,9 @@ def _replace(
         for name, held in module._parameters.items():
             if id(held) in done:
                 module._parameters[name] = done[id(held)][1]
+
+
+def _replace_stacked(sites: list[Site]) -> None:
     stacked: dict[nn.Module, list[str]] = {}
     for site in sites:
         if site.stacked:

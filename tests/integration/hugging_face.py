@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -437,6 +438,27 @@ def train_mixtures(rank: int, world_size: int) -> dict[str, float]:
                 error.add_note(f"{name}, {way}")
                 raise
     return shares
+
+
+def generate(rank: int, world_size: int) -> dict[str, list[int]]:
+    """Generate beside the unsharded models until the ranks' own texts end. Returns the lengths of the texts."""
+    lengths: dict[str, list[int]] = {}
+    for name in ("Llama", "T5", "Mixtral"):
+        model = _built(MODELS[name]).eval()
+        whole = copy.deepcopy(model)
+        etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(timeout_s=30.0))
+        batch = MODELS[name].inputs(torch.Generator().manual_seed(rank))
+        batch = {key: value.to(device()) for key, value in batch.items() if key != "labels"}
+        ends = list(range(3 + 40 * (rank + 1)))  # other tokens end rank 1's texts, too
+        options = {"max_new_tokens": 8, "eos_token_id": ends, "pad_token_id": 0, "synced_gpus": True}
+        for way, more in (("greedy", {}), ("sampled", {"do_sample": True}), ("beams", {"num_beams": 2})):
+            written = []
+            for side in (whole, model):
+                torch.manual_seed(rank)
+                written.append(cast("Any", side).generate(**batch, **options, **more))
+            assert torch.equal(written[0], written[1]), (name, way, written)
+            lengths.setdefault(name, []).append(written[1].shape[1])
+    return lengths
 
 
 def save(rank: int, world_size: int, folder: str) -> dict[str, str]:

@@ -51,6 +51,13 @@ def test_stacked_experts_are_sharded_however_they_are_computed(ranks: int) -> No
         assert min(shares.values()) > 0.95, shares
 
 
+@pytest.mark.cpu_only("a GPU's kernels for grouped products add up in an order of their own")
+def test_texts_of_different_lengths_are_generated_as_unsharded() -> None:
+    first, second = run_distributed(hugging_face.generate, 2, timeout_s=120.0, fresh=True)
+    assert first.keys() == second.keys() == {"Llama", "T5", "Mixtral"}
+    assert first != second
+
+
 @pytest.mark.cpu_only("what a rank writes and reads is on the CPU")
 def test_save_pretrained_writes_whole_weights_or_nothing(tmp_path: Path) -> None:
     for answers in run_distributed(hugging_face.save, 2, args=(str(tmp_path),), timeout_s=120.0, fresh=True):

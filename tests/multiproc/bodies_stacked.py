@@ -127,6 +127,26 @@ def kept(rank: int, world_size: int, way: str) -> list[bool]:
     return freed
 
 
+def seen_by_hooks_around(rank: int, world_size: int) -> list[list[torch.Size]]:
+    """Of an unsharded and of a sharded model, shapes of what hooks on saved tensors around experts get, but weights."""
+    found = []
+    for shard in (False, True):
+        model = _mixture("transposed")
+        if shard:
+            etp.shard_module(model, dist.group.WORLD)
+        x, chosen = torch.randn(3, WIDTH, device=device()).requires_grad_(), torch.tensor([0, 2, 1], device=device())
+        packed: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor, to: list[torch.Tensor] = packed) -> int:
+            to.append(tensor)
+            return len(to) - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
+            model.experts[0](x, chosen).sum().backward()
+        found.append([each.shape for each in packed if each.numel() != EXPERTS * WIDTH * INNER])
+    return found
+
+
 def told(rank: int, world_size: int) -> dict[str, str]:
     """What is answered to wrong uses, after each of which the weights are shards again."""
     model = _mixture("index")
@@ -163,3 +183,18 @@ def left_whole(rank: int, world_size: int) -> list[str]:
     model = _mixture("index")
     etp.shard_module(model, dist.group.WORLD, replicated_modules=[model.experts[0]])
     return [type(experts.up).__name__ for experts in model.experts]
+
+
+def alone(rank: int, world_size: int) -> bool:
+    """Whether a module of experts that is the whole sharded module computes as before, twice."""
+    torch.manual_seed(5)
+    experts = Experts("index").to(device())
+    x, chosen = torch.randn(3, WIDTH, device=device()), torch.tensor([0, 2, 2], device=device())
+    expected = experts(x, chosen)
+    etp.shard_module(experts, dist.group.WORLD)
+    same = True
+    for _ in range(2):
+        out = experts(x, chosen)
+        out.sum().backward()
+        same &= torch.equal(out, expected)
+    return same

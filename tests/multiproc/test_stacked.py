@@ -42,6 +42,18 @@ def test_no_full_weight_waits_for_the_backward_pass(way: str) -> None:
         assert freed == [True] * LAYERS * WEIGHTS
 
 
+def test_hooks_on_saved_tensors_around_them_get_what_they_save() -> None:
+    """Checkpointing and offloading are such hooks."""
+    for unsharded, sharded in run_distributed(bodies.seen_by_hooks_around, 2):
+        assert unsharded
+        assert sharded == unsharded
+
+
+def test_a_module_of_experts_is_sharded_by_itself() -> None:
+    for same in run_distributed(bodies.alone, 2):
+        assert same
+
+
 def test_wrong_uses_are_refused_and_leave_the_shards_in_place() -> None:
     for answers in run_distributed(bodies.told, 2):
         assert answers.keys() == {"fails inside", "outside of forward", "changed before backward", "create_graph"}

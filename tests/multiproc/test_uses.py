@@ -96,6 +96,11 @@ USES: dict[str, tuple[Callable[[nn.Sequential, torch.Tensor], object], str]] = {
     "safetensors.save_model": (lambda model, _: safetensors.torch.save_model(model, os.devnull), WRITTEN),
     "adapters after sharding": (adapted, "was added after etp.shard_module"),
     "merging of adapters": (merged, "a shard is not its weight"),
+    "DoRA's norm": (lambda model, _: model[0].weight + torch.ones(SIDE, SIDE, device=device()), "replicated_modules"),
+    "DoRA's norm, cast": (
+        lambda model, _: model[0].weight * 2 + torch.ones(SIDE, SIDE).to(device()),
+        "replicated_modules",
+    ),
     "vmap": (lambda model, x: torch.vmap(model)(x), "a transform of torch.func"),
     "torch.func.grad": (differentiated, "a transform of torch.func"),
     "torch.jit.trace": (torch.jit.trace, "torch.jit.trace cannot record"),
