@@ -131,8 +131,8 @@ def _check_rows(args: argparse.Namespace, vocab_size: int) -> None:
     rows = args.padded_vocab_size
     if rows is not None and vocab_size > rows:
         raise ExportError(
-            f"the checkpoint's embedding has {rows} rows, padding included, and {vocab_size} tokens are asked for; "
-            "pass --vocab-size with the tokens that it was trained on"
+            f"the checkpoint cannot be read: its embedding has {rows} rows, padding included, which cannot hold "
+            f"{vocab_size} tokens; pass --vocab-size with the tokens that it was trained on"
         )
 
 

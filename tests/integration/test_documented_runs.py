@@ -53,9 +53,9 @@ def test_tutorial_on_training(megatron: MegatronPool, tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / script, *where], check=True, capture_output=True, timeout=120)
     stock, sharded, continued = (megatron.train(*training(command, tmp_path)) for command in trainings)
     assert len(stock[0].losses) == len(sharded[0].losses) == 40
-    # Later, sums in another order have grown into other roundings of the loss.
+    # Later, what sums in another order round differently has grown, on some types of processor to 1.2 % of the loss.
     assert sharded[0].losses[:10] == pytest.approx(stock[0].losses[:10], rel=1e-4)
-    assert sharded[0].losses == pytest.approx(stock[0].losses, rel=1e-2)
+    assert sharded[0].losses == pytest.approx(stock[0].losses, rel=3e-2)
     assert sharded[0].losses[-1] < 0.8 * sharded[0].losses[0]
     # Half of every linear and embedding; norms are whole.
     assert 0.5 < sharded[0].parameter_bytes / stock[0].parameter_bytes < 0.51
