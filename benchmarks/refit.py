@@ -31,10 +31,10 @@ from typing import Any
 from benchmarks.command_line import checked, positive, positive_seconds, require_gpus
 from benchmarks.refit_ranks import Outcome, Task, run_rank
 from benchmarks.spawned import free_port, run_ranks
-from megatron_patches.refit.cluster import engine_mesh, trainer_mesh
-from megatron_patches.refit.source.config_traits import family_from_config, read_config
+from megatron_patches.refit.layout.weight_format import WeightFormat
+from megatron_patches.refit.models.config_traits import family_from_config, read_config
+from megatron_patches.refit.simulation.cluster import engine_mesh, trainer_mesh
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.weight_format import WeightFormat
 
 QWEN3_8B: Mapping[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -24,20 +24,20 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command_line import positive
-from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.delta import Base, PayloadKind, Snapshot
-from megatron_patches.refit.loads import Terms
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.pump import receive_version, send_version
-from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.staging import StagingPool, slot_bytes, useful_bytes
+from megatron_patches.refit.layout.boxes import TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.delta import Base, PayloadKind, Snapshot
+from megatron_patches.refit.memory.loads import Terms
+from megatron_patches.refit.memory.ports import Bits
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.staging import StagingPool, slot_bytes, useful_bytes
+from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.planning.plan import Plan, make_plan
 from megatron_patches.refit.transports.base import LinkEnd, Place
+from megatron_patches.refit.transports.pump import receive_version, send_version
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd
 from megatron_patches.refit.transports.tcp import TcpOutgoing, TcpTransport
-from megatron_patches.refit.unpacker import Unpacker
 
 _MAX_PACING_RATE = 47  # SO_MAX_PACING_RATE, which Python has no name for
 _COLUMNS = 4096

@@ -19,7 +19,7 @@ from benchmarks.command_line import positive
 from benchmarks.refit import QWEN3_MOE
 from benchmarks.refit_vllm_model import TrainerModel
 from benchmarks.spawned import free_port
-from megatron_patches.refit.cluster import trainer_mesh
+from megatron_patches.refit.simulation.cluster import trainer_mesh
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.live import LiveMemory
 

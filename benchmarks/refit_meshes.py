@@ -36,8 +36,8 @@ from benchmarks.refit_vllm import write_model
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank
 from benchmarks.spawned import free_port, run_ranks
 from benchmarks.vllm_server import ServerError, VllmServer, serve
-from megatron_patches.refit.cluster import engine_mesh, trainer_mesh
-from megatron_patches.refit.source.config_traits import family_from_config, read_config
+from megatron_patches.refit.models.config_traits import family_from_config, read_config
+from megatron_patches.refit.simulation.cluster import engine_mesh, trainer_mesh
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 from megatron_patches.refit.transports.base import TransportName
 

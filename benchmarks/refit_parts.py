@@ -22,10 +22,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_patches.refit import device_kernels, device_tables
-from megatron_patches.refit.boxes import Box, View
-from megatron_patches.refit.device_port import DevicePort
-from megatron_patches.refit.ports import Batch, Piece
+from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.memory import device_kernels, device_tables
+from megatron_patches.refit.memory.device_port import DevicePort
+from megatron_patches.refit.memory.ports import Batch, Piece
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime
 from megatron_patches.refit.transports.direct_copies import Rows
 from megatron_patches.refit.vllm import exchange_kernel
@@ -112,8 +112,8 @@ def swaps() -> None:
 def quantizing() -> None:
     """Times the kernels of a push in block FP8: those that quantize, whole blocks and parts, and digests of bytes."""
     from etp.formats import kernels
+    from megatron_patches.refit.layout.weight_format import BLOCK
     from megatron_patches.refit.source.block_parts import KernelParts, Part
-    from megatron_patches.refit.weight_format import BLOCK
 
     size = ROWS * COLUMNS
     held = {f"s{i}": torch.randn(size, device="cuda").bfloat16() for i in range(MATRICES)}
@@ -150,8 +150,8 @@ def quantizing() -> None:
 
 def changes() -> None:
     """Times what a delta adds to packing a load: counting and compacting its changes, and putting them back."""
-    from megatron_patches.refit import delta_kernels
-    from megatron_patches.refit.delta import delta_of
+    from megatron_patches.refit.memory import delta_kernels
+    from megatron_patches.refit.memory.delta import delta_of
 
     count = 8 * ROWS * COLUMNS
     old = torch.randint(0, 256, (2 * count,), dtype=torch.uint8, device="cuda")

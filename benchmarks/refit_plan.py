@@ -27,21 +27,21 @@ from pathlib import Path
 
 from msgspec.msgpack import decode, encode
 
-from megatron_patches.refit.cluster import describe_cluster, engine_mesh, trainer_mesh
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.control.messages import Held, Orders, Step
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.parties.agreement import agree_as_destination, agree_as_source
-from megatron_patches.refit.parties.messages import Held, Orders, Step
 from megatron_patches.refit.parties.registry import Registry
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
 from megatron_patches.refit.planning.layouts import holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
+from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
+from megatron_patches.refit.planning.proof import prove, prove_with
 from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import unfold_tensors
 from megatron_patches.refit.planning.transfers import Moves
-from megatron_patches.refit.proof import prove, prove_with
+from megatron_patches.refit.simulation.cluster import describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, Sides, asked_bytes, holders_in, without_others
 from megatron_patches.refit.simulation.models import MODELS
-from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.target.vllm_layout import engine_manifest
 
 WHAT = ("destination", "source", "registry", "whole", "take")

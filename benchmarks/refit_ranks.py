@@ -17,27 +17,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.boxes import Box, TensorSpec
-from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
-from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.exchange import Exchange, GroupExchange
+from megatron_patches.refit.control.messages import Held
+from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.exchange import Exchange, GroupExchange
-from megatron_patches.refit.manifest import Manifest, Placement
+from megatron_patches.refit.layout.boxes import Box, TensorSpec
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.layout.manifest import Manifest, Placement
+from megatron_patches.refit.layout.weight_format import (
+    BLOCK,
+    QUANTIZED,
+    WeightFormat,
+    blocks_of,
+    quantized_weights,
+    scales_of,
+)
+from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.rendezvous import Rendezvous
+from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
-from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
-from megatron_patches.refit.source.offline import TrainerOptions
 from megatron_patches.refit.source.weight_source import WeightSource
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.weight_format import BLOCK, QUANTIZED, WeightFormat, blocks_of, quantized_weights, scales_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

@@ -34,10 +34,10 @@ from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
 from benchmarks.spawned import free_port, run_ranks
 from benchmarks.vllm_server import ALPHABET, ServerError, serve
 from examples.serving import write_byte_tokenizer
-from megatron_patches.refit.cluster import trainer_mesh
-from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.source.config_traits import family_from_config, read_config
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.config_traits import family_from_config, read_config
+from megatron_patches.refit.models.hf_config import build_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.simulation.cluster import trainer_mesh
 
 _PATHS = ("folder", "json")
 PARTS = ("prepare", "push", "send", "look_up", "move", "verify", "commit", "paused")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patches.refit.scoring import log_probabilities
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.shard import placements
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.tools.scoring import log_probabilities
 
 
 class TrainerModel:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from benchmarks.refit_vllm_model import TrainerModel
 from benchmarks.refit_vllm_peers import PEERS, PeerKind, Sides
 from benchmarks.vllm_server import ALPHABET, Sample, ServerError, VllmServer
-from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.session import RefitOptions, RefitSession
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.trainer.engines import HttpEngine
+from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 
 _PROMPT, _LENGTH, _SAMPLES = 64, 128, 4  # tokens given, tokens drawn, texts
 

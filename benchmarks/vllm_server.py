@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.vllm_process import ON_A_CPU, ServerError, starting_server, visible_gpus
-from megatron_patches.refit.credentials import Credentials
+from megatron_patches.refit.control.credentials import Credentials
 
 __all__ = ["ALPHABET", "Sample", "ServerError", "VllmServer", "serve"]
 

@@ -266,9 +266,9 @@ def megatron_logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
     import megatron_patches
 
     megatron_patches.apply()
-    from megatron_patches.refit import megatron_checkpoint as saved
-    from megatron_patches.refit.checkpoint_build import build_chunks
-    from megatron_patches.refit.checkpoint_sizes import ParallelSizes
+    from megatron_patches.refit.checkpoints import megatron_checkpoint as saved
+    from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks
+    from megatron_patches.refit.checkpoints.checkpoint_sizes import ParallelSizes
 
     sizes = ParallelSizes()
     directory = saved.find_iteration(checkpoint, None)

@@ -15,7 +15,7 @@ from megatron_patches.refit_training import end_with
 from megatron_patches.registry import PatchRecord
 
 if TYPE_CHECKING:
-    from megatron_patches.refit.load_hf import LoadReport
+    from megatron_patches.refit.checkpoints.load_hf import LoadReport
 
 # Settings that load, build or save weights while Megatron sets the model up, before this module loads them.
 _IN_CONFLICT = ("pretrained_checkpoint", "moe_use_upcycling", "ckpt_convert_format")
@@ -83,8 +83,8 @@ class Loader:
             _print(f"load-hf: {line}")
 
     def _load(self, args: argparse.Namespace, model: Sequence[Any]) -> LoadReport:
-        from megatron_patches.refit.load_hf import load_hf_checkpoint
-        from megatron_patches.refit.megatron_checkpoint import vocabulary_of
+        from megatron_patches.refit.checkpoints.load_hf import load_hf_checkpoint
+        from megatron_patches.refit.checkpoints.megatron_checkpoint import vocabulary_of
         from megatron_patches.refit.progress import LoggedProgress
 
         progress = LoggedProgress(sys.stdout, "load-hf: ") if args.rank == 0 else None

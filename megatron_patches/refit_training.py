@@ -18,12 +18,19 @@ from typing import Any, NoReturn
 
 from megatron_patches import last_line
 from megatron_patches.arguments import UnsupportedConfigurationError
-from megatron_patches.refit import push_flags
 from megatron_patches.refit.command import fail
-from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.session import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
-from megatron_patches.refit.telemetry import Telemetry, address_from
+from megatron_patches.refit.trainer import push_flags
+from megatron_patches.refit.trainer.engines import http_engines
+from megatron_patches.refit.trainer.session import (
+    EngineReport,
+    Fate,
+    OnEngineFailure,
+    PushReport,
+    RefitOptions,
+    RefitSession,
+)
+from megatron_patches.refit.trainer.telemetry import Telemetry, address_from
 from megatron_patches.registry import PatchRecord
 
 logger = logging.getLogger(__name__)
@@ -329,8 +336,8 @@ def _vocab_size(args: argparse.Namespace) -> int:
     Raises:
         RefitError: if neither is known.
     """
-    from megatron_patches.refit.megatron_checkpoint import vocabulary_of
-    from megatron_patches.refit.source.config_traits import family_from_config, read_config
+    from megatron_patches.refit.checkpoints.megatron_checkpoint import vocabulary_of
+    from megatron_patches.refit.models.config_traits import family_from_config, read_config
 
     if args.load_hf is None:
         return vocabulary_of(args)

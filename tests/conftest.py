@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from etp.te import te_available
-from megatron_patches.refit.secret import VALUE_VARIABLE
+from megatron_patches.refit.control.secret import VALUE_VARIABLE
 from tests.support import quick
 from tests.support.at_once import report_at_once
 from tests.support.launch import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.train_shapes import Shape
-from megatron_patches.refit.source.config_traits import family_from_config, read_config
-from megatron_patches.refit.source.traits import ModelTraits
+from megatron_patches.refit.models.config_traits import family_from_config, read_config
+from megatron_patches.refit.models.traits import ModelTraits
 
 
 @dataclass(frozen=True)

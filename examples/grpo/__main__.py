@@ -30,9 +30,9 @@ from examples.grpo.report import Reader, Step, plot, table
 from examples.grpo.servers import start_servers
 from examples.quickstart import QuickstartError, quiet, run, torchrun
 from examples.vllm_process import ServerError, visible_gpus
+from megatron_patches.refit.checkpoints.hf_flags import model_flags
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.hf_flags import model_flags
-from megatron_patches.refit.source.config_traits import read_config
+from megatron_patches.refit.models.config_traits import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1234

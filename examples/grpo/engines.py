@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_patches.refit.credentials import Credentials
+from megatron_patches.refit.control.credentials import Credentials
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as for pushes
 _HOW_TO_SAY_VERSIONS = (

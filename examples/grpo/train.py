@@ -34,8 +34,8 @@ from examples.grpo.algorithm import advantages, grpo_loss
 from examples.grpo.engines import Engine, GrpoError
 from examples.grpo.sampling import Reward, Sample, Sampler, read_problems
 from megatron_patches.command_line import exit_with
-from megatron_patches.refit import push_flags
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.trainer import push_flags
 
 Batch = dict[str, torch.Tensor]
 Group = list[Sample]

@@ -1,13 +1,13 @@
 """Moves a training run's weight shards to where they are served, without ever building a full tensor.
 
-Every region of every weight is a :class:`~megatron_patches.refit.boxes.Box` in the global coordinates of a Hugging Face
-tensor. A trainer rank lists the boxes that it holds (``source``), an engine worker lists those that it wants, ``plan``
-matches the two, ``proof`` shows that nothing is missing, duplicated or padding, a transport moves the bytes, and
-``digest`` compares what arrived with what was sent.
+Every region of every weight is a :class:`~megatron_patches.refit.layout.boxes.Box` in the global coordinates of a
+Hugging Face tensor. A trainer rank lists the boxes that it holds (``source``), an engine worker lists those that it
+wants (``target``), ``planning`` matches the two and proves that nothing is missing, duplicated or padding, one of the
+``transports`` moves the bytes, and digests of what arrived are compared with those of what was sent.
 
 Programs publish weights with :class:`WeightPublisher`, which needs neither Megatron nor a launcher. The names below are
-imported when they are first used, so that the pure modules (``boxes``, ``manifest``, ``plan``, ``proof``) can be used
-without torch, and engines need nothing of the trainer's side.
+imported when they are first used, so that ``layout`` and ``planning`` can be used without torch, and engines need
+nothing of the trainer's side.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_patches.refit.adapters import AdapterPublisher
-    from megatron_patches.refit.kv_scales import KVScales
-    from megatron_patches.refit.publisher import PublishHandle, WeightPublisher
-    from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
+    from megatron_patches.refit.control.kv_scales import KVScales
+    from megatron_patches.refit.trainer.adapters import AdapterPublisher
+    from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
+    from megatron_patches.refit.trainer.push_options import (
+        EngineReport,
+        Fate,
+        OnEngineFailure,
+        PushReport,
+        RefitOptions,
+    )
 
 __all__ = [
     "AdapterPublisher",
@@ -40,10 +46,10 @@ if not TYPE_CHECKING:  # a type checker takes the names from above, and knows th
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         homes = {
-            "AdapterPublisher": "adapters",
-            "KVScales": "kv_scales",
-            "PublishHandle": "publisher",
-            "WeightPublisher": "publisher",
+            "AdapterPublisher": "trainer.adapters",
+            "KVScales": "control.kv_scales",
+            "PublishHandle": "trainer.publisher",
+            "WeightPublisher": "trainer.publisher",
         }
-        home = homes.get(name, "push_options")
+        home = homes.get(name, "trainer.push_options")
         return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from megatron_patches.refit import (
+from megatron_patches.refit.checkpoints import hf_flags
+from megatron_patches.refit.tools import (
     check_command,
     export_command,
-    hf_flags,
     import_command,
     plan_command,
     push_command,

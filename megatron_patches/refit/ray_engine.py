@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_patches.refit.engines import LocalEngine, PauseMode
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.trainer.engines import LocalEngine, PauseMode
 
 METHOD = "refit"
 """Name of the actor's method through which the trainer calls its engine."""
@@ -27,12 +27,12 @@ class RefitActor:
         self._engine = LocalEngine(llm)
 
     def refit(self, method: str, *args: Any, **named: Any) -> Any:
-        """Calls a method of :class:`megatron_patches.refit.engines.EngineClient` in the actor's process."""
+        """Calls a method of :class:`megatron_patches.refit.trainer.engines.EngineClient` in the actor's process."""
         return getattr(self._engine, method)(*args, **named)
 
 
 class RayEngine:
-    """An engine that is a Ray actor; with the methods of :class:`megatron_patches.refit.engines.EngineClient`.
+    """An engine that is a Ray actor; with the methods of :class:`megatron_patches.refit.trainer.engines.EngineClient`.
 
     Args:
         actor: handle of an actor whose class derives from :class:`RefitActor`.
@@ -50,39 +50,39 @@ class RayEngine:
         self.name = name or f"Ray actor {actor._actor_id.hex()}"
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         return int(self._call("world_size"))
 
     def check_up(self) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("check_up")
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("call", dict(call))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("commit", version, reset_cache=reset_cache)
 
     def pause(self, mode: PauseMode) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("pause", mode)
 
     def resume(self, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("resume", reset_cache=reset_cache)
 
     def is_sleeping(self) -> bool:
-        """See :class:`megatron_patches.refit.engines.Sleeper`."""
+        """See :class:`megatron_patches.refit.trainer.engines.Sleeper`."""
         return bool(self._call("is_sleeping"))
 
     def wake_up(self, tag: str) -> None:
-        """See :class:`megatron_patches.refit.engines.Sleeper`."""
+        """See :class:`megatron_patches.refit.trainer.engines.Sleeper`."""
         self._call("wake_up", tag)
 
     def sleep(self) -> None:
-        """See :class:`megatron_patches.refit.engines.Sleeper`."""
+        """See :class:`megatron_patches.refit.trainer.engines.Sleeper`."""
         self._call("sleep")
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:

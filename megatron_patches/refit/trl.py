@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.engines import EngineClient, HttpEngine, PauseMode
+from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.publisher import PublishHandle, WeightPublisher
-from megatron_patches.refit.push_options import Fate, OnEngineFailure, RefitOptions
+from megatron_patches.refit.trainer.engines import EngineClient, HttpEngine, PauseMode
+from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
+from megatron_patches.refit.trainer.push_options import Fate, OnEngineFailure, RefitOptions
 
 if TYPE_CHECKING:
     import torch

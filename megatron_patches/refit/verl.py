@@ -18,11 +18,11 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
-from megatron_patches.refit.engines import Joined, PauseMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.publisher import WeightPublisher
-from megatron_patches.refit.push_options import Fate, RefitOptions
 from megatron_patches.refit.ray_engine import answer_of
+from megatron_patches.refit.trainer.engines import Joined, PauseMode
+from megatron_patches.refit.trainer.publisher import WeightPublisher
+from megatron_patches.refit.trainer.push_options import Fate, RefitOptions
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +84,9 @@ class EtpCheckpointEngine(CheckpointEngine):
     Args:
         bucket_size: bytes of verl's ``update_weights_bucket_megabytes``: the memory for packets in one process.
         is_master: whether it is in the actor's first rank; verl says so.
-        timeout_s: of :class:`megatron_patches.refit.push_options.RefitOptions`, and seconds for a call of a server.
-        options: further options of :class:`megatron_patches.refit.push_options.RefitOptions`, from
+        timeout_s: of :class:`megatron_patches.refit.trainer.push_options.RefitOptions`, and seconds for a call of a
+            server.
+        options: further options of :class:`megatron_patches.refit.trainer.push_options.RefitOptions`, from
             ``checkpoint_engine.engine_kwargs.etp``.
 
     Attributes:
@@ -213,7 +214,7 @@ class EtpCheckpointEngine(CheckpointEngine):
 
 
 class VerlServer:
-    """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.engines.EngineClient`.
+    """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.trainer.engines.EngineClient`.
 
     It is a Ray actor: anyone who can call it can do anything with it, so a join is admitted first.
 
@@ -239,21 +240,21 @@ class VerlServer:
         return self._call("get_rollout_config")
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         return self._world_size
 
     def check_up(self) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("get_server_address")
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         if call["call"] == "join":
             self._tell({"call": "admit"})
         self._tell(self._joined.told(call))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self.call({"call": "commit", "version": version})
         if reset_cache:
             self._call("clear_kv_cache")

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_patches.refit import AdapterPublisher, Fate, KVScales, RefitOptions
-from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.engines import HttpEngine, SleepMode
+from megatron_patches.refit.checkpoints.export import ExportOptions, export_checkpoint
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.export import ExportOptions, export_checkpoint
-from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.session import RefitSession
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.layout.weight_format import WeightFormat
+from megatron_patches.refit.memory.delta import PayloadKind
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.hf_config import build_config
+from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.weight_format import WeightFormat
+from megatron_patches.refit.trainer.engines import HttpEngine, SleepMode
+from megatron_patches.refit.trainer.session import RefitSession
 from tests.integration.live_refit import LONG_PROMPT, PROMPTS
 from tests.support.launch import device
 from tests.support.vllm_server import MODEL, VllmServer, complete

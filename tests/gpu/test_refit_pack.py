@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from benchmarks.refit_ranks import Weights as HeldWeights
-from megatron_patches.refit import delta_kernels
-from megatron_patches.refit.boxes import Box, TensorSpec, View
-from megatron_patches.refit.delta import Base, delta_bytes
-from megatron_patches.refit.delta import encode as host_encode
-from megatron_patches.refit.device_port import DevicePort
+from megatron_patches.refit.control.exchange import Exchange
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.exchange import Exchange
-from megatron_patches.refit.loads import Terms
-from megatron_patches.refit.plan import make_plan
-from megatron_patches.refit.ports import Batch, HostPort, Payload, Piece
-from megatron_patches.refit.sender import Sender
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
+from megatron_patches.refit.layout.weight_format import WeightFormat
+from megatron_patches.refit.memory import delta_kernels
+from megatron_patches.refit.memory.delta import Base, delta_bytes
+from megatron_patches.refit.memory.delta import encode as host_encode
+from megatron_patches.refit.memory.device_port import DevicePort
+from megatron_patches.refit.memory.loads import Terms
+from megatron_patches.refit.memory.ports import Batch, HostPort, Payload, Piece
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.staging import StagingPool
+from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
-from megatron_patches.refit.staging import StagingPool
-from megatron_patches.refit.unpacker import Unpacker
-from megatron_patches.refit.weight_format import WeightFormat
 from tests.gpu.devices import needs_gpus
 from tests.unit.refit.test_device_delta import (
     FRACTIONS,

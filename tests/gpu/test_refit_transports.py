@@ -17,17 +17,17 @@ import torch
 from cuda.bindings import driver as cuda
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.delta import Base, PayloadKind
-from megatron_patches.refit.loads import Reach, cut_into_loads
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Held, Invitation
+from megatron_patches.refit.control.rendezvous import Rendezvous
+from megatron_patches.refit.layout.boxes import TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.delta import Base, PayloadKind
+from megatron_patches.refit.memory.loads import Reach, cut_into_loads
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Held, Invitation
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.transports import cuda_vmm, turns
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport

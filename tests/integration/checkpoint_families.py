@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megatron_patches.refit import push_command
 from megatron_patches.refit.__main__ import main
-from megatron_patches.refit.export import export_checkpoint
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.checkpoints.export import export_checkpoint
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.tools import push_command
 from tests.integration.live_refit import fill, start
 from tests.integration.tiny_models import DEEPSEEK_V3_ODD, LLAMA, NEMOTRON_H_ODD, QWEN2, QWEN3, QWEN3_MOE
 from tests.support.live_models import Case

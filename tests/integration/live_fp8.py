@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_patches.refit.checkpoints.export import ExportOptions, export_checkpoint
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.export import ExportOptions, export_checkpoint
-from megatron_patches.refit.session import RefitOptions, RefitSession
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.layout.weight_format import WeightFormat, quantized_weights
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.shard import placements
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.weight_format import WeightFormat, quantized_weights
 from tests.integration.live_refit import PROMPTS, STAGING, fill, start
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmConnection

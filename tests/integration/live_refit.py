@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from megatron_patches.refit import sender
-from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.checkpoints.export import export_checkpoint
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.export import export_checkpoint
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.layout.boxes import Box
+from megatron_patches.refit.memory import sender
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.shard import placements
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.trainer.engines import HttpEngine
+from megatron_patches.refit.trainer.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.support.live_models import Case, build_chunk
 from tests.support.live_parallel import start_parallel_state
 from tests.support.vllm_host import VllmConnection

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
 from tests.support.plain_engine import PlainEngine, digest
 from tests.support.two_hosts import ADDRESSES

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patches.refit.control.messages import State
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.parties.messages import State
-from megatron_patches.refit.session import OnEngineFailure, RefitOptions, RefitSession
+from megatron_patches.refit.trainer.session import OnEngineFailure, RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
 from tests.support.plain_engine import PlainEngine, digest
 from tests.support.two_hosts import ADDRESSES

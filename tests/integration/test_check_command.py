@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patches.refit.check_command import Agreement
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.tools.check_command import Agreement
 from tests.integration.checkpoint_families import save_body
 from tests.integration.tiny_models import QWEN3
 from tests.support.launch import run_megatron

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.layout.boxes import Box
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
 from tests.integration.checkpoint_families import CONFIGS, command_body, parallel_flags, save_body
 from tests.integration.live_refit import PROMPTS, value
 from tests.support.launch import run_megatron

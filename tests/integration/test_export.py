@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
 from tests.support.exported import open_export
 from tests.support.launch import run_megatron
 from tests.support.live_parallel import mesh_settings, own_part, stage_arguments, start_parallel_state
@@ -192,7 +192,7 @@ def export_cases(rank: int, world_size: int, cases: tuple[Case, ...], folder: st
     import megatron_patches
 
     megatron_patches.apply()
-    from megatron_patches.refit.export import ExportOptions, export_checkpoint
+    from megatron_patches.refit.checkpoints.export import ExportOptions, export_checkpoint
 
     found = {}
     for case in cases:
@@ -247,10 +247,10 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
     import megatron_patches
 
     megatron_patches.apply()
+    from megatron_patches.refit.checkpoints.export import ExportOptions, export_checkpoint
     from megatron_patches.refit.errors import ExportError
-    from megatron_patches.refit.export import ExportOptions, export_checkpoint
+    from megatron_patches.refit.layout.weight_format import WeightFormat
     from megatron_patches.refit.source.block_quantizer import BlockQuantizer
-    from megatron_patches.refit.weight_format import WeightFormat
 
     chunks = build(Case("etp2", TrainerMesh(etp=2)))
     messages = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
 from tests.support.exported import open_export
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case, build_chunk
@@ -103,7 +103,7 @@ def export(rank: int, world_size: int, folder: str, architecture: str) -> list[t
     import megatron_patches
 
     megatron_patches.apply()
-    from megatron_patches.refit.export import export_checkpoint
+    from megatron_patches.refit.checkpoints.export import export_checkpoint
 
     positions = torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS)
     found = []

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import State
-from megatron_patches.refit.session import Fate, OnEngineFailure, RefitSession
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.control.messages import State
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.trainer.session import Fate, OnEngineFailure, RefitSession
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.test_subscriptions import CASE, NAMES, Push, costs, expected, run, until
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine

@@ -23,7 +23,7 @@ from examples.grpo import sums
 from examples.grpo.__main__ import CONFIG, LENGTH, SEED, byte_level, megatron_flags, push_checkpoint
 from examples.grpo.engines import Engine
 from examples.grpo.servers import start_servers
-from megatron_patches.refit.credentials import Credentials
+from megatron_patches.refit.control.credentials import Credentials
 from tests.integration.grpo_rewards import RESTARTED_LOG, SCORED_BEFORE_FAILURE
 
 pytestmark = [

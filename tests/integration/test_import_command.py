@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patches.refit.hf_match import check_config
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.checkpoints.hf_match import check_config
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
 from tests.integration.cases import LLAMA, SCHEDULE
 from tests.integration.checkpoint_families import CONFIGS, parallel_flags
 from tests.integration.megatron_run import MegatronPool

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_patches.refit.parties.messages import State
-from megatron_patches.refit.session import RefitOptions, RefitSession
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.control.messages import State
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from tests.integration.live_refit import PROMPTS, STAGING, export_body, fill, start
 from tests.integration.tiny_models import LLAMA, NEMOTRON_H
 from tests.support.launch import run_megatron
@@ -54,7 +54,7 @@ def late_body(rank: int, world_size: int, case: Case, addresses: list[str]) -> l
     With the state and version in which it was when it had taken model 1, or could not, and the trainer's log.
     """
     del rank, world_size
-    told, logger = Told(), logging.getLogger("megatron_patches.refit.subscription")
+    told, logger = Told(), logging.getLogger("megatron_patches.refit.trainer.subscription")
     logger.addHandler(told)
     logger.setLevel(logging.WARNING)  # a command that ran in this process before may have silenced the package
     chunks = start(case)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_patches.refit.session import RefitOptions, RefitSession
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from tests.integration.live_refit import LONG_PROMPT, PROMPTS, STAGING, export_body, fill, start
 from tests.integration.tiny_models import LLAMA
 from tests.support.completion import Completion

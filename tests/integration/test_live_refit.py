@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_patches.refit.session import PushReport
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.trainer.session import PushReport
 from tests.integration.live_refit import (
     PROMPTS,
     export_all_body,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.refit.credentials import Credentials
-from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.control.credentials import Credentials
+from megatron_patches.refit.control.secret import HEADER
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.secret import HEADER
-from megatron_patches.refit.session import RefitOptions, RefitSession
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.trainer.engines import HttpEngine
+from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from tests.integration.live_refit import PROMPTS, STAGING, fill, start
 from tests.integration.tiny_models import LLAMA
 from tests.support.launch import run_megatron

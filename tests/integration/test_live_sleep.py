@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPublisher
-from megatron_patches.refit.engines import HttpEngine, SleepMode
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.trainer.engines import HttpEngine, SleepMode
 from tests.integration.live_refit import PROMPTS, STAGING
 from tests.integration.test_live_http import ANSWER, corrupt_next_packet, state_of
 from tests.integration.test_live_kv_scales import fill, random_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
 from tests.integration import tiny_models
 from tests.integration.tiny_models import VOCABULARY
 from tests.support.launch import run_megatron
@@ -93,7 +93,7 @@ class Loaded:
     Attributes:
         read: bytes that it read.
         needed: bytes in the checkpoint of what its parameters hold.
-        conversions: see :class:`megatron_patches.refit.load_hf.LoadReport`.
+        conversions: see :class:`megatron_patches.refit.checkpoints.load_hf.LoadReport`.
         unset: parameters and buffers that still hold something that is not a number.
     """
 
@@ -108,8 +108,8 @@ def load_and_export(rank: int, world_size: int, spreads: tuple[Spread, ...], fol
     import megatron_patches
 
     megatron_patches.apply()
-    from megatron_patches.refit.export import export_checkpoint
-    from megatron_patches.refit.load_hf import LoadOptions, load_hf_checkpoint
+    from megatron_patches.refit.checkpoints.export import export_checkpoint
+    from megatron_patches.refit.checkpoints.load_hf import LoadOptions, load_hf_checkpoint
     from megatron_patches.refit.source.describe import describe_model
 
     found = []
@@ -214,8 +214,8 @@ def load_refused(rank: int, world_size: int, folder: str) -> list[tuple[str, boo
     import megatron_patches
 
     megatron_patches.apply()
+    from megatron_patches.refit.checkpoints.load_hf import load_hf_checkpoint
     from megatron_patches.refit.errors import RefitError
-    from megatron_patches.refit.load_hf import load_hf_checkpoint
     from megatron_patches.refit.source.describe import describe_model
 
     found = []

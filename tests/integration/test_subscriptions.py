@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from megatron_patches.refit import roster
-from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.control.kv_scales import KVScales
+from megatron_patches.refit.control.messages import Standing, State
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.kv_scales import KVScales
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import Standing, State
-from megatron_patches.refit.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.telemetry import Telemetry
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.trainer import roster
+from megatron_patches.refit.trainer.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
+from megatron_patches.refit.trainer.telemetry import Telemetry
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.live_refit import STAGING, fill, start, value
 from tests.integration.tiny_models import QWEN3
 from tests.support import plain_engine

@@ -9,15 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patches.refit.boxes import TensorSpec
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import trainer_manifest
-from megatron_patches.refit.target.recorded import recorded_manifest
-from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
-from megatron_patches.refit.weight_format import (
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.layout.weight_format import (
     BLOCK,
     QUANTIZED,
     blocks_of,
@@ -27,6 +21,12 @@ from megatron_patches.refit.weight_format import (
     scales_of,
     with_scales,
 )
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import trainer_manifest
+from megatron_patches.refit.planning.tensors import agree_on_tensors
+from megatron_patches.refit.target.recorded import recorded_manifest
+from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
 from tests.support.launch import run_distributed
 
 pytestmark = [

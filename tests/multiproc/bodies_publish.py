@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import etp
 from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPublisher
+from megatron_patches.refit.control.messages import Standing
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.parties.messages import Standing
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source.modules import ModuleSource, describe_tensor
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine

@@ -167,7 +167,8 @@ def test_a_trainer_without_megatron_says_in_a_line_how_to_get_it(
 def test_what_needs_no_megatron_runs_without(engine_environment: Environment, tmp_path: Path) -> None:
     code = """
     import etp, torch
-    from megatron_patches.refit import plan_command, session
+    from megatron_patches.refit.tools import plan_command
+    from megatron_patches.refit.trainer import session
     result = [etp.Linear.__module__, session.RefitSession.__name__]
     """
     assert engine_environment.evaluate(code, cwd=tmp_path) == ["etp.modules", "RefitSession"]

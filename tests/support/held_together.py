@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.layout.boxes import Box
+from megatron_patches.refit.models.family import ModelFamily
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.source.family import ModelFamily
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 
 
 def boxes_held(family: ModelFamily, mesh: TrainerMesh, options: TrainerOptions) -> dict[str, set[Box]]:

@@ -64,8 +64,29 @@ Annotations may name types of any layer: such an import is for the type checker 
 """
 
 REFIT = "megatron_patches.refit"
+REFIT_LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "progress", "size_text", "command"}),
+    frozenset({"layout"}),
+    frozenset({"planning", "models"}),
+    frozenset({"control", "memory"}),
+    frozenset({"transports"}),
+    frozenset({"parties", "source", "target"}),
+    frozenset({"checkpoints", "trainer", "vllm"}),
+    frozenset({"simulation", "ray_engine", "trl", "verl"}),
+    frozenset({"tools"}),
+    frozenset({"__main__"}),
+)
+"""As :data:`LAYERS`, the folders and modules of refit."""
+
 REFIT_GLUE = tuple(
-    f"{REFIT}.{part}" for part in ("source", "__main__", "checkpoint_model", "checkpoint_build", "megatron_checkpoint")
+    f"{REFIT}.{part}"
+    for part in (
+        "source",
+        "__main__",
+        "checkpoints.checkpoint_model",
+        "checkpoints.checkpoint_build",
+        "checkpoints.megatron_checkpoint",
+    )
 )
 """The parts of refit that know the trainer; the others see shard layouts and integers only."""
 
@@ -149,15 +170,21 @@ def _forbidden(name: str, target: str, *, typing: bool) -> str | None:
     """Why module ``name`` may not import ``target``; None if it may."""
     if _within(name, "etp"):
         return _forbidden_in_engine(name, target, typing=typing)
+    if _within(name, REFIT):
+        return (_forbidden_within_refit if _within(target, REFIT) else _forbidden_around_refit)(name, target)
+    return None
+
+
+def _forbidden_around_refit(name: str, target: str) -> str | None:
     if _within(name, REFIT_VLLM):
         if _within(target, "megatron", "transformer_engine"):
             return "what runs inside vLLM imports neither Megatron nor Transformer Engine"
         if _within(target, "etp.param", "etp.runtime"):
             return "what runs inside vLLM knows nothing of the engine's run time"
-    if _within(name, REFIT) and not _within(name, *REFIT_GLUE):
+    if not _within(name, *REFIT_GLUE):
         if _within(target, "etp") and not _within(target, "etp.layout"):
             return "refit takes from etp only its layout"
-        if _within(target, "megatron_patches") and not _within(target, REFIT):
+        if _within(target, "megatron_patches"):
             return "refit stands alone; only its source and its command line know the rest of megatron_patches"
     return None
 
@@ -173,6 +200,18 @@ def _forbidden_in_engine(name: str, target: str, *, typing: bool) -> str | None:
     if own is None or other is None:
         return f"{name if own is None else target} belongs to no layer; give it one in tests/support/imports.py"
     return f"layer {other} is above its own, {own}" if other > own and not typing else None
+
+
+def _forbidden_within_refit(name: str, target: str) -> str | None:
+    if REFIT in {name, target}:
+        return None if name == REFIT else "a module of refit imports the module it needs, not the package"
+    parts = [module.removeprefix(f"{REFIT}.").split(".")[0] for module in (name, target)]
+    own, other = (next((i for i, layer in enumerate(REFIT_LAYERS) if part in layer), None) for part in parts)
+    if own is None or other is None:
+        return f"{name if own is None else target} belongs to no layer; give it one in tests/support/imports.py"
+    if set(parts) == {"trainer", "vllm"}:
+        return "the trainer and the inference engine know each other by messages only"
+    return f"layer {other} is above its own, {own}" if other > own else None
 
 
 def cycles(modules: Mapping[str, str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.models.config_traits import family_from_config
 from tests.support.live_models import Case, PlainAttention, chunk_arguments, common_settings
 from tests.support.mamba_kernels import split_conv1d_scan
 

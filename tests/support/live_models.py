@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.families import family_of
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.models.shard import ParamShard
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.families import family_of
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
-from megatron_patches.refit.source.shard import ParamShard
 from tests.support.fake_group import fake_group
 from tests.support.launch import run_megatron
 from tests.support.live_parallel import mesh_settings, stage_arguments, start_parallel_state

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from etp.param import ETPShardedParam
-from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.models.mesh import TrainerMesh
 
 
 def start_parallel_state(mesh: TrainerMesh, seed: int = 1, *, gloo: bool = True) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_patches.refit.errors import StaleVersionError, TransferError
-from megatron_patches.refit.loads import Terms
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.packets import Packet
-from megatron_patches.refit.plan import Link, Plan
-from megatron_patches.refit.ports import Bits, Payload
-from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.unpacker import Unpacker
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.memory.loads import Terms
+from megatron_patches.refit.memory.packets import Packet
+from megatron_patches.refit.memory.ports import Bits, Payload
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.planning.plan import Link, Plan
 
 
 class Receiver:

@@ -21,21 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.boxes import View
-from megatron_patches.refit.delta import Base, PayloadKind
-from megatron_patches.refit.dtypes import itemsize
-from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Invitation, Model
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.layout.boxes import View
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.delta import Base, PayloadKind
+from megatron_patches.refit.memory.ports import Bits
+from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
-from megatron_patches.refit.parties.messages import Invitation, Model
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.sender import Sender
+from megatron_patches.refit.trainer.engines import PauseMode
 from megatron_patches.refit.transports.base import named_transport
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.nics import AUTO
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Engine:
         self._cannot_send = ""
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._calls.append(call["call"])
         getattr(self, f"_{call['call']}")(call)
 
@@ -305,7 +305,7 @@ def whole(model: Model) -> Manifest:
 
 
 class PlainEngine:
-    """Calls the process; an :class:`megatron_patches.refit.engines.EngineClient`.
+    """Calls the process; an :class:`megatron_patches.refit.trainer.engines.EngineClient`.
 
     Args:
         name: name for messages.
@@ -341,7 +341,7 @@ class PlainEngine:
         return value
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self.check_up()
         return 1
 
@@ -358,7 +358,7 @@ class PlainEngine:
         self.run("commit", version)
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.adapter_engine.AdapterServer`. It serves one version."""
+        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`. It serves one version."""
         del keep
         self.added.append((f"{adapter}@{version}", folder))
         return [version]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.models.config_traits import family_from_config
 
 _COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
 _ORIGINALS = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import PlanOptions
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.planning.grids import fold, split_name
 from megatron_patches.refit.planning.layouts import Region, Views
+from megatron_patches.refit.planning.plan import PlanOptions
 from megatron_patches.refit.planning.transfers import Moves, Transfer
 
 PADDING = -1

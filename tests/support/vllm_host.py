@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.trainer.engines import PauseMode
 from tests.support.completion import Completion
 from tests.support.prepared import engine_python, template_of, variables_of, vllm_on_cpu
 from tests.support.template import Process
@@ -118,7 +118,7 @@ class VllmHost:
 
 
 class VllmConnection:
-    """Calls the process; an :class:`megatron_patches.refit.engines.EngineClient`."""
+    """Calls the process; an :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
 
     name = "the engine under test"
 
@@ -149,7 +149,7 @@ class VllmConnection:
         return int(self.run("world_size"))
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.adapter_engine.AdapterServer`."""
+        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
         found: list[int] = self.run("add_adapter", adapter, version, str(folder), keep)
         return found
 
@@ -188,7 +188,7 @@ class _Served:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        from megatron_patches.refit.engines import LocalEngine
+        from megatron_patches.refit.trainer.engines import LocalEngine
 
         # A call that has failed for its caller may still be under way when another one comes.
         self.lock = threading.Lock()
@@ -273,7 +273,7 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
     When it makes ``memory``, when it has come to ``verify``, when it would ``convert`` what came, in ``build`` or,
     half done, in ``apply``; in place, half done in ``replace``. Or when it puts an ``adapter`` in its place.
     """
-    from megatron_patches.refit.unpacker import Unpacker
+    from megatron_patches.refit.memory.unpacker import Unpacker
     from megatron_patches.refit.vllm import worker_session
     from megatron_patches.refit.vllm.adapter_files import StagedAdapter
     from megatron_patches.refit.vllm.reload import Replacement

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from examples.serving import write_byte_tokenizer
 from examples.vllm_process import ON_A_CPU, starting_server
-from megatron_patches.refit.credentials import Credentials
+from megatron_patches.refit.control.credentials import Credentials
 from tests.support.completion import Completion
 from tests.support.prepared import engine_python
 

@@ -12,7 +12,7 @@ import torch
 from rich.progress import Progress
 
 from examples.grpo.__main__ import CONFIG, byte_level, megatron_flags, parse, pretrain, push_checkpoint, train
-from megatron_patches.refit.source.config_traits import read_config
+from megatron_patches.refit.models.config_traits import read_config
 
 QWEN3 = Path(__file__).resolve().parents[2] / "examples" / "grpo" / "qwen3-0.6b.json"
 

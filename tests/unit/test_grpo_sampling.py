@@ -15,7 +15,7 @@ import pytest
 from examples.grpo.engines import Engine, GrpoError
 from examples.grpo.reward import exact_number
 from examples.grpo.sampling import Problem, Sampler, read_problems
-from megatron_patches.refit.credentials import Credentials
+from megatron_patches.refit.control.credentials import Credentials
 
 PROBLEMS = [Problem(f"{number}=", str(number)) for number in range(20)]
 

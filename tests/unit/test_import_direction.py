@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.support.imports import (
     PACKAGES,
     REFIT,
     REFIT_GLUE,
+    REFIT_LAYERS,
     ROOT,
     cycles,
     direction_violations,
@@ -26,14 +28,22 @@ def sources() -> dict[str, str]:
     return product_sources()
 
 
-def test_the_documented_layers_are_those_that_are_checked_and_there() -> None:
-    diagram = (ROOT / "docs" / "structure.md").read_text().partition("subgraph etp")[2].partition("    end")[0]
+@pytest.mark.parametrize(
+    ("subgraph", "layers", "folder"),
+    [
+        ("etp", LAYERS, PACKAGES["etp"]),
+        ("refit", REFIT_LAYERS, PACKAGES["megatron_patches"] / "refit"),
+    ],
+)
+def test_the_documented_layers_are_those_that_are_checked_and_there(
+    subgraph: str, layers: tuple[frozenset[str], ...], folder: Path
+) -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    diagram = page.partition(f"subgraph {subgraph}\n")[2].partition("    end\n")[0]
     documented = [frozenset(names.split(", ")) for names in re.findall(r'\["(.+)"\]', diagram)]
-    assert documented == list(reversed(LAYERS))
-    present = {
-        path.stem for path in PACKAGES["etp"].iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert frozenset().union(*LAYERS) == present - {"__init__"}
+    assert documented == list(reversed(layers))
+    present = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert frozenset().union(*layers) == present - {"__init__"}
 
 
 def test_every_import_goes_down(sources: dict[str, str]) -> None:
@@ -76,8 +86,17 @@ def test_no_global_and_no_assert_statements(sources: dict[str, str]) -> None:
         ("etp.novelty", "from etp.config import EtpConfig", "etp.novelty belongs to no layer"),
         ("etp.runtime", "import megatron_patches.registry", "the engine knows neither Megatron"),
         ("etp.runtime", "from megatron.core import parallel_state", "the engine knows neither Megatron"),
-        ("megatron_patches.refit.plan", "from etp.param import ETPShardedParam", "only its layout"),
-        ("megatron_patches.refit.plan", "import megatron_patches.seam", "refit stands alone"),
+        ("megatron_patches.refit.planning.plan", "from etp.param import ETPShardedParam", "only its layout"),
+        ("megatron_patches.refit.planning.plan", "import megatron_patches.seam", "refit stands alone"),
+        (
+            "megatron_patches.refit.planning.plan",
+            "from megatron_patches.refit.parties import party",
+            "is above its own",
+        ),
+        ("megatron_patches.refit.vllm.worker", "import megatron_patches.refit.trainer.engines", "by messages only"),
+        ("megatron_patches.refit.trainer.take", "import megatron_patches.refit.vllm.swap", "by messages only"),
+        ("megatron_patches.refit.trainer.take", "from megatron_patches.refit import Publisher", "the module it needs"),
+        ("megatron_patches.refit.novelty", "import megatron_patches.refit.errors", "belongs to no layer"),
         ("megatron_patches.refit.vllm.worker", "import megatron.core", "neither Megatron nor Transformer Engine"),
         ("megatron_patches.refit.vllm.worker", "import transformer_engine.pytorch", "neither Megatron nor"),
         ("megatron_patches.refit.vllm.worker", "from etp.runtime import EtpRuntime", "the engine's run time"),
@@ -97,7 +116,7 @@ def test_a_wrong_import_is_found(sources: dict[str, str], module: str, text: str
         ("etp.shard", "if TYPE_CHECKING:\n    from etp.runtime import EtpRuntime"),
         ("etp", "from etp.wrap import shard_module"),
         ("megatron_patches.seam", "from etp.runtime import EtpRuntime\nimport megatron.core"),
-        ("megatron_patches.refit.plan", "from etp.layout import ShardLayout"),
+        ("megatron_patches.refit.planning.plan", "from etp.layout import ShardLayout"),
         ("megatron_patches.refit.source.describe", "from etp.param import ETPShardedParam"),
     ],
 )

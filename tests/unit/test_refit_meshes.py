@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks import refit_meshes
 from benchmarks.refit_meshes import Row, engine_arguments, load, main, row, table
 from benchmarks.refit_vllm_trainer import Outcome
-from megatron_patches.refit.cluster import engine_mesh
+from megatron_patches.refit.simulation.cluster import engine_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "live_refit.md"

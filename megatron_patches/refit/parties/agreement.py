@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.parties.messages import (
+from megatron_patches.refit.control.messages import (
     Asked,
     Held,
     Model,
@@ -18,20 +17,21 @@ from megatron_patches.refit.parties.messages import (
     Step,
     Wanted,
 )
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.parties.registry import registered
-from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, plan_for
 from megatron_patches.refit.planning.layouts import Holder, Layout, Receiver, holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
+from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, plan_for
+from megatron_patches.refit.planning.proof import prove_with
 from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import unfold_tensors
 from megatron_patches.refit.planning.transfers import Moves
-from megatron_patches.refit.proof import prove_with
 
 
 class Steps(Protocol):
     """A party's connection to the other parties, which take steps together.
 
-    It is a :class:`megatron_patches.refit.assembly.Assembly`, or a simulation's replacement.
+    It is a :class:`megatron_patches.refit.control.assembly.Assembly`, or a simulation's replacement.
 
     Attributes:
         party: the party's number.
@@ -101,7 +101,7 @@ def agree_as_destination(
     Args:
         assembly: this party's connection to the others, which take these steps together.
         wanted: describes what this party wants of the given model.
-        cannot_send: called after it; see :class:`megatron_patches.refit.parties.messages.Wanted`.
+        cannot_send: called after it; see :class:`megatron_patches.refit.control.messages.Wanted`.
 
     Raises:
         RefitError: on all parties, if any failed, or no plan covers what is wanted.

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.delta import Base
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Model, Moved, Step, commit_topic
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.memory.delta import Base
+from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.unpacker import Unpacker
 from megatron_patches.refit.parties.agreement import agree_as_destination
-from megatron_patches.refit.parties.messages import Model, Moved, Step, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.pump import receive_version
+from megatron_patches.refit.transports.pump import receive_version
 from megatron_patches.refit.transports.receiving import ReceivingEnd
-from megatron_patches.refit.unpacker import Unpacker
 
 
 class DestinationParty(Party[ReceivingEnd]):
@@ -28,9 +28,9 @@ class DestinationParty(Party[ReceivingEnd]):
         device: device of its storages: ``cpu``, or torch's name of a GPU.
 
     Attributes:
-        beside_bytes: see :class:`megatron_patches.refit.parties.messages.Moved`; set by the maker of the memory.
+        beside_bytes: see :class:`megatron_patches.refit.control.messages.Moved`; set by the maker of the memory.
         backup_bytes: as ``beside_bytes``.
-        cannot_send: see :class:`megatron_patches.refit.parties.messages.Wanted`; set while recording.
+        cannot_send: see :class:`megatron_patches.refit.control.messages.Wanted`; set while recording.
         verified: digests of the boxes of the manifest, of the last version received.
     """
 
@@ -83,7 +83,8 @@ class DestinationParty(Party[ReceivingEnd]):
             step: number of the sources' next step; this party may have missed one that failed.
             linked: whether the sources' links are up.
             make_memory: makes the storages of the manifest; called before the first byte arrives.
-            meanwhile: called once while bytes arrive; see :func:`megatron_patches.refit.pump.receive_version`.
+            meanwhile: called once while bytes arrive; see
+                :func:`megatron_patches.refit.transports.pump.receive_version`.
             base: returns what the version may be sent relative to, if anything; called after ``make_memory``.
 
         Returns:

@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Step
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Terms
+from megatron_patches.refit.memory.delta import PayloadKind
+from megatron_patches.refit.memory.loads import Terms
+from megatron_patches.refit.memory.staging import StagingPool, slot_bytes
 from megatron_patches.refit.parties.agreement import Agreed
 from megatron_patches.refit.parties.choosing import site_of
-from megatron_patches.refit.parties.messages import Step
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
-from megatron_patches.refit.plan import Link, Plan
-from megatron_patches.refit.staging import StagingPool, slot_bytes
+from megatron_patches.refit.planning.plan import Link, Plan
 from megatron_patches.refit.transports.base import Offer, Place, Transport, TransportName
 from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
@@ -35,7 +35,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     Attributes:
         staging: memory of this party's packets.
-        seconds: time of each part of the last version; see :class:`megatron_patches.refit.parties.messages.Moved`.
+        seconds: time of each part of the last version; see :class:`megatron_patches.refit.control.messages.Moved`.
     """
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:

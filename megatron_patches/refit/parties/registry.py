@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.parties.choosing import Site, choose
-from megatron_patches.refit.parties.messages import (
+from megatron_patches.refit.control.messages import (
     Asked,
     Held,
     ModelAnswer,
@@ -29,6 +27,8 @@ from megatron_patches.refit.parties.messages import (
     decode,
     moved_by_all,
 )
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.parties.choosing import Site, choose
 from megatron_patches.refit.planning.layouts import Holder, Layout, check_layout, check_region
 from megatron_patches.refit.planning.overlaps import OverlapIndex
 from megatron_patches.refit.planning.tensors import agree, fold_tensors

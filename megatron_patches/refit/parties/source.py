@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.delta import Base
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Held, Moved, Step, commit_topic
+from megatron_patches.refit.memory.delta import Base
+from megatron_patches.refit.memory.ports import Memory, Writing
+from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.parties.agreement import agree_as_source
-from megatron_patches.refit.parties.messages import Held, Moved, Step, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Memory, Writing
-from megatron_patches.refit.pump import send_version
-from megatron_patches.refit.sender import Sender
+from megatron_patches.refit.transports.pump import send_version
 from megatron_patches.refit.transports.sending import SendingEnd
 
 

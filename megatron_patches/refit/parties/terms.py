@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.loads import DEFAULT_TERMS, Reach, Terms
-from megatron_patches.refit.memory_mode import MemoryMode, may_go_directly
-from megatron_patches.refit.plan import Link, Plan
-from megatron_patches.refit.staging import useful_bytes
+from megatron_patches.refit.memory.delta import PayloadKind
+from megatron_patches.refit.memory.loads import DEFAULT_TERMS, Reach, Terms
+from megatron_patches.refit.memory.staging import useful_bytes
+from megatron_patches.refit.planning.plan import Link, Plan
 from megatron_patches.refit.transports.base import Offer, TransportName
+from megatron_patches.refit.transports.memory_mode import MemoryMode, may_go_directly
 from megatron_patches.refit.transports.nics import AUTO
 
 _LOAD_BYTES = {TransportName.C10D: 512 << 20}

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.errors import ProofError
-from megatron_patches.refit.manifest import Manifest, Storage
+from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.layout.manifest import Manifest, Storage
 from megatron_patches.refit.planning.grids import (
     Axes,
     Linear,
@@ -43,7 +43,7 @@ Corners = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Kind(msgspec.Struct, frozen=True, array_like=True):
-    """A storage without its name; see :class:`megatron_patches.refit.manifest.Storage`."""
+    """A storage without its name; see :class:`megatron_patches.refit.layout.manifest.Storage`."""
 
     dtype: str
     numel: int

@@ -21,9 +21,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_patches.refit.boxes import Box, coalesce, overlapping_pair, subtract
-from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import CoverageError
+from megatron_patches.refit.layout.boxes import Box, coalesce, overlapping_pair, subtract
+from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.planning.grids import Axes, Axis, Numbers, fold, join_name, meet, progressions, values_of
 from megatron_patches.refit.planning.layouts import Corners, Holder, Layout, Region, Template
 from megatron_patches.refit.planning.requests import Request

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PlanMismatchError
+from megatron_patches.refit.layout.boxes import Box
+from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.planning.grids import Axes, is_within, size_of
 from megatron_patches.refit.planning.layouts import Layout, Region, Template, Views
 from megatron_patches.refit.planning.transfers import Moves

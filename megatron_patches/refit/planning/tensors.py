@@ -8,9 +8,9 @@ from operator import gt, le
 
 import msgspec
 
-from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.layout.boxes import Box, TensorSpec
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.planning.grids import (
     Axes,
     Numbers,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from megatron_patches.refit.boxes import Box, View
-from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.planning.grids import numbers_of, size_of
 from megatron_patches.refit.planning.layouts import Region, Views
 

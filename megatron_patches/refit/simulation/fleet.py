@@ -15,23 +15,23 @@ from dataclasses import dataclass, field, replace
 
 from msgspec.msgpack import decode, encode
 
-from megatron_patches.refit.cluster import Hosts
+from megatron_patches.refit.control.messages import Asked, Held, ModelAnswer, Overlap, Registration, Step, Wanted
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.frames import SECRET_BYTES
-from megatron_patches.refit.loads import Reach
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.memory.loads import Reach
+from megatron_patches.refit.models.family import ModelFamily
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.parties.choosing import Site
-from megatron_patches.refit.parties.messages import Asked, Held, ModelAnswer, Overlap, Registration, Step, Wanted
 from megatron_patches.refit.parties.registry import Registry, registered
-from megatron_patches.refit.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
 from megatron_patches.refit.planning.local import SourceIndex, plan_destination
+from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.planning.requests import Request
-from megatron_patches.refit.source.family import ModelFamily
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
+from megatron_patches.refit.simulation.cluster import Hosts
 from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
 from megatron_patches.refit.transports.base import Offer
+from megatron_patches.refit.transports.frames import SECRET_BYTES
 
 NOTHING = encode(None)
 """Part and answer of a party in a step in which it only says that it has succeeded."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.source.config_traits import read_config
+from megatron_patches.refit.models.config_traits import read_config
 
 _DEEPSEEK_V3: Mapping[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"],

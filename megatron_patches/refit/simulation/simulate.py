@@ -10,12 +10,12 @@ from fractions import Fraction
 
 from msgspec.structs import astuple
 
-from megatron_patches.refit.parties.messages import Step
-from megatron_patches.refit.plan import DEFAULT_OPTIONS
+from megatron_patches.refit.control.messages import Step
 from megatron_patches.refit.planning.fan_out import Server, Waiting, Wave, fan_out, least_units
 from megatron_patches.refit.planning.grids import size_of
 from megatron_patches.refit.planning.layouts import Layout
 from megatron_patches.refit.planning.local import SourceIndex, even_shares
+from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in, without_others
 from megatron_patches.refit.simulation.workers import WorkerCost, run_destination, run_source

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from msgspec.msgpack import decode, encode
 
-from megatron_patches.refit.frames import SECRET_BYTES
+from megatron_patches.refit.control.messages import Asked, Orders, Overlap, Step
 from megatron_patches.refit.parties.agreement import Agreed, agree_as_destination, agree_as_source
-from megatron_patches.refit.parties.messages import Asked, Orders, Overlap, Step
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
 from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.simulation.fleet import NOTHING, Fleet
 from megatron_patches.refit.transports.base import Offer, TransportName
+from megatron_patches.refit.transports.frames import SECRET_BYTES
 from megatron_patches.refit.transports.messages import Hello
 from megatron_patches.refit.transports.messages import encode as encode_message
 
@@ -48,7 +48,7 @@ class WorkerCost:
 
 
 class SimulatedSteps:
-    """Replaces a party's :class:`megatron_patches.refit.assembly.Assembly`; see ``parties/agreement.py``.
+    """Replaces a party's :class:`megatron_patches.refit.control.assembly.Assembly`; see ``parties/agreement.py``.
 
     Args:
         party: the party's number.

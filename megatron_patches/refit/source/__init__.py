@@ -1,1 +1,1 @@
-"""What a trainer rank holds: from Megatron's names and layouts to boxes of Hugging Face tensors."""
+"""What a trainer rank holds: the parameters of its live model, as boxes of Hugging Face tensors."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
+from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source.modules import ModuleSource, config_of, plain_path, unwrapped
 
 if TYPE_CHECKING:

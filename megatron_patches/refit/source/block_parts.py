@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from etp.formats.fp8 import to_e4m3
-from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.weight_format import BLOCK, blocks_of, scales_of
+from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.layout.weight_format import BLOCK, blocks_of, scales_of
 
 if TYPE_CHECKING:
     from etp.formats.kernels import TileTable

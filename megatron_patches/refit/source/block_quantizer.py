@@ -23,22 +23,22 @@ import torch
 from numpy.typing import NDArray
 
 from etp.formats.fp8 import scale_of
-from megatron_patches.refit.boxes import Box, View, coalesce, row_major_strides, subtract
-from megatron_patches.refit.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.source.block_parts import BlockParts, HostParts, KernelParts, Part
-from megatron_patches.refit.weight_format import (
+from megatron_patches.refit.layout.boxes import Box, View, coalesce, row_major_strides, subtract
+from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.weight_format import (
     BLOCK,
     QUANTIZED,
     blocks_of,
     quantized_weights,
     scales_of,
 )
+from megatron_patches.refit.source.block_parts import BlockParts, HostParts, KernelParts, Part
 
 if TYPE_CHECKING:
-    from megatron_patches.refit.exchange import Exchange
-    from megatron_patches.refit.ports import Memory
+    from megatron_patches.refit.control.exchange import Exchange
+    from megatron_patches.refit.memory.ports import Memory
 
 Shape = tuple[int, ...]
 
@@ -132,7 +132,7 @@ class BlockQuantizer:
         quantized: flat memory of quantized weights and of scales, by storage of the manifest.
 
     Raises:
-        UnsupportedModelError: see :func:`megatron_patches.refit.weight_format.quantized_weights`.
+        UnsupportedModelError: see :func:`megatron_patches.refit.layout.weight_format.quantized_weights`.
         RefitError: if weights to quantize and others share memory.
     """
 

@@ -1,4 +1,4 @@
-"""Describes what this rank's live Megatron model holds. The only part of ``source`` that uses tensors.
+"""Describes what this rank's live Megatron model holds.
 
 A weight that extended tensor parallelism shards needs only ``layout`` (its ``ShardLayout``) and ``group`` (its process
 group); any class that has both will do.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.source.shard import ParamShard
+from megatron_patches.refit.models.shard import ParamShard
 
 if TYPE_CHECKING:
     import torch

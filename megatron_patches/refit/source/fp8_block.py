@@ -6,19 +6,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config, with_scales
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.live import memory_of
-from megatron_patches.refit.trainer_rank import settled
-from megatron_patches.refit.weight_format import WeightFormat, quantization_config, with_scales
+from megatron_patches.refit.source.weight_source import settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     import torch
 
-    from megatron_patches.refit.exchange import Exchange
-    from megatron_patches.refit.parties.messages import Held
-    from megatron_patches.refit.ports import Memory
+    from megatron_patches.refit.control.exchange import Exchange
+    from megatron_patches.refit.control.messages import Held
+    from megatron_patches.refit.memory.ports import Memory
     from megatron_patches.refit.source.weight_source import WeightSource
 
 
@@ -27,8 +27,8 @@ class Fp8BlockSource:
 
     A push begins to quantize in :meth:`settle`. What goes wrong there is raised by :meth:`look_up`: a rank that left
     before the collective would keep the others waiting. On a GPU, a stream of its own quantizes while the push goes on.
-    So the source is a :class:`megatron_patches.refit.ports.Writing` too: readers wait for what they read, and a weight
-    that is not a number is found at the end, by :meth:`confirm`.
+    So the source is a :class:`megatron_patches.refit.memory.ports.Writing` too: readers wait for what they read, and a
+    weight that is not a number is found at the end, by :meth:`confirm`.
 
     Args:
         source: the weights as they are trained.
@@ -102,7 +102,7 @@ class Fp8BlockSource:
         return self._memory
 
     def await_written(self, storages: Collection[str]) -> None:
-        """See :class:`megatron_patches.refit.ports.Writing`."""
+        """See :class:`megatron_patches.refit.memory.ports.Writing`."""
         if self._quantizer is not None:
             self._quantizer.await_written(storages)
 

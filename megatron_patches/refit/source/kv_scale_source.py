@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from megatron_patches.refit.boxes import Box, View
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.source.live import memory_of
 
 if TYPE_CHECKING:
-    from megatron_patches.refit.parties.messages import Held
-    from megatron_patches.refit.ports import Memory
+    from megatron_patches.refit.control.messages import Held
+    from megatron_patches.refit.memory.ports import Memory
     from megatron_patches.refit.source.weight_source import WeightSource
 
 _STORAGE = "kv_scales"

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.parties.messages import Held
-from megatron_patches.refit.ports import Bits, Memory
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.ports import Bits, Memory
+from megatron_patches.refit.models.families import family_of
+from megatron_patches.refit.models.family import ModelFamily
+from megatron_patches.refit.models.hf_config import build_config
+from megatron_patches.refit.models.shard import ParamShard, placements
 from megatron_patches.refit.source.describe import (
     describe_model,
     float32_keepers,
     held_tensors,
     unwrapped,
 )
-from megatron_patches.refit.source.families import family_of
-from megatron_patches.refit.source.family import ModelFamily
-from megatron_patches.refit.source.shard import ParamShard, placements
 
 if TYPE_CHECKING:
     import torch

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_patches.refit.boxes import Box, View, row_major_strides
-from megatron_patches.refit.dtypes import ITEMSIZE
+from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.parties.messages import Held
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
+from megatron_patches.refit.layout.dtypes import ITEMSIZE
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source.describe import ShardedParameter, flat_memory, held_tensors
 from megatron_patches.refit.source.live import memory_of
 

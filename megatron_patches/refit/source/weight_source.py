@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_patches.refit.parties.messages import Held
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.control.messages import Held
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source.live import MegatronSource
 from megatron_patches.refit.source.modules import ModuleSource
 
@@ -80,3 +82,40 @@ def source_of(
     if tp_group is not None:
         raise ValueError("tp_group is given without vocab_size; only models of Megatron have a tensor-parallel group")
     return ModuleSource(model, config)
+
+
+class Once:
+    """A value that several threads share, computed by whichever asks first. An error is raised to all."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute, self._lock = compute, threading.Lock()
+        self._found: Future[Any] = Future()
+
+    def compute(self) -> BaseException | None:
+        """Computes the value now, if nobody has. Returns why that failed; None if it did not."""
+        with self._lock:
+            if not self._found.done():
+                try:
+                    self._found.set_result(self._compute())
+                except Exception as error:  # noqa: BLE001 - returned, and raised to all who ask for the value
+                    self._found.set_exception(error)
+        return self._found.exception()
+
+    def __call__(self) -> Any:
+        """The value."""
+        self.compute()
+        return self._found.result()
+
+
+def settled(source: WeightSource) -> Once:
+    """Settles this rank's weights. What goes wrong is raised by what looks them up, for which the other ranks wait."""
+    try:
+        source.settle()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error  # Python deletes ``error`` after this block
+
+        def look_up() -> Memory:
+            raise failure
+
+        return Once(look_up)
+    return Once(source.look_up)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, row_major_strides
-from megatron_patches.refit.conversion import ElementOp, Rule
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View, contiguous_runs, row_major_strides
+from megatron_patches.refit.layout.conversion import ElementOp, Rule
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 
 
 @dataclass(frozen=True, slots=True)

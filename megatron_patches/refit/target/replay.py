@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_patches.refit.boxes import View
-from megatron_patches.refit.conversion import CONVERT, ElementOp
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.manifest import Manifest, Storage
+from megatron_patches.refit.layout.boxes import View
+from megatron_patches.refit.layout.conversion import CONVERT, ElementOp
+from megatron_patches.refit.layout.manifest import Manifest, Storage
 from megatron_patches.refit.target.recorded import FillRecord
 
 

@@ -36,11 +36,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_patches.refit.boxes import Box, View, row_major_strides
-from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.source.traits import ModelTraits
+from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
+from megatron_patches.refit.layout.conversion import CONVERT, ElementOp, Rule
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.models.traits import ModelTraits
 from megatron_patches.refit.target.recorded import arrival_name
 
 VOCAB_PADDING = 64

@@ -2,8 +2,8 @@
 
 Each pair of a source and a destination that the plan connects has a *link*. A link has a control connection, on which
 packets are announced and slots returned. For the payload it has a pair of :class:`OutgoingWire` and
-:class:`IncomingWire` with :data:`megatron_patches.refit.staging.SLOTS` slots. The modules ``sending`` and ``receiving``
-do everything that transports have in common; one module per transport makes the wires.
+:class:`IncomingWire` with :data:`megatron_patches.refit.memory.staging.SLOTS` slots. The modules ``sending`` and
+``receiving`` do everything that transports have in common; one module per transport makes the wires.
 
 [Note: progress] Links are independent: each has its own slots on both sides. A source fills any free slot, and a
 destination takes any packet that has arrived. So whatever the layout and however small the slots, a source with data
@@ -23,10 +23,10 @@ from enum import StrEnum
 import msgspec
 
 from megatron_patches.refit.errors import PartyFailedError, TransferError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
-from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.memory.loads import Load, Reach
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.memory.staging import StagingPool
+from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.nics import AUTO as AUTO_NICS
 from megatron_patches.refit.transports.turns import Turns
 
@@ -209,11 +209,11 @@ class Delivery:
         self._pending, self._payload = pending, payload
 
     def done(self) -> bool:
-        """See :class:`megatron_patches.refit.ports.Pending`."""
+        """See :class:`megatron_patches.refit.memory.ports.Pending`."""
         return self._pending.done()
 
     def result(self) -> Payload:
-        """See :class:`megatron_patches.refit.ports.Pending`."""
+        """See :class:`megatron_patches.refit.memory.ports.Pending`."""
         self._pending.result()
         return self._payload
 

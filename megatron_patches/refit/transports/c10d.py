@@ -19,12 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Bits, Payload, Pending, Spot, host_bytes
-from megatron_patches.refit.staging import SLOTS
+from megatron_patches.refit.memory.loads import Load, Reach
+from megatron_patches.refit.memory.ports import Bits, Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.memory.staging import SLOTS
+from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import (
     Check,
     Delivery,
@@ -37,6 +36,7 @@ from megatron_patches.refit.transports.base import (
 )
 from megatron_patches.refit.transports.c10d_groups import NcclGroup, NcclWay
 from megatron_patches.refit.transports.direct_copies import DirectCopies
+from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.turns import Turns
 from megatron_patches.refit.transports.worker import Worker, wait_for
 

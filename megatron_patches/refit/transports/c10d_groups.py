@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.ports import Pending
+from megatron_patches.refit.control.exchange import describe_error
+from megatron_patches.refit.memory.ports import Pending
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -23,17 +23,16 @@ import msgspec
 import numpy as np
 import torch
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
-from megatron_patches.refit.staging import SLOTS, Lease
-from megatron_patches.refit.transports import messages
+from megatron_patches.refit.memory.loads import Load, Reach
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.memory.staging import SLOTS, Lease
+from megatron_patches.refit.transports import frames, messages
 from megatron_patches.refit.transports.base import Delivery, IncomingWire, LinkEnd, OutgoingWire, Place, Transport
 from megatron_patches.refit.transports.cuda_mapped import Fetch
 from megatron_patches.refit.transports.cuda_runtime import CudaExport, CudaOpened, CudaRuntime, Location
 from megatron_patches.refit.transports.direct_copies import DirectCopies
+from megatron_patches.refit.transports.frames import Patience
 
 
 class _Remote(msgspec.Struct):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
+from megatron_patches.refit.memory.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaDriver
 from megatron_patches.refit.transports.direct_copies import Numbers, Rows

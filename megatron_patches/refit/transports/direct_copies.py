@@ -9,10 +9,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_patches.refit.boxes import pitch_of
-from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Load
+from megatron_patches.refit.layout.boxes import pitch_of
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.memory.loads import Load
 from megatron_patches.refit.planning.transfers import Transfer
 
 type Numbers = NDArray[np.int64]

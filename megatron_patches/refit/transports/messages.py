@@ -1,8 +1,8 @@
 """Messages of the two ends of a link on their control connection.
 
 A source sends one hello, announces each packet, and tells of its storages. A destination answers with one byte each:
-the number of a slot that it has unpacked, :data:`megatron_patches.refit.packets.NO_SLOT` for a direct load that has
-arrived, or one of those below.
+the number of a slot that it has unpacked, :data:`megatron_patches.refit.memory.packets.NO_SLOT` for a direct load that
+has arrived, or one of those below.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 
 import msgspec
 
-from megatron_patches.refit.packets import Packet
+from megatron_patches.refit.memory.packets import Packet
 
 
 class Hello(msgspec.Struct):

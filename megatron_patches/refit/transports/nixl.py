@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from megatron_patches.refit import frames
-from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
-from megatron_patches.refit.staging import SLOTS
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.memory.loads import Load, Reach
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.memory.staging import SLOTS
+from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
+from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.nixl_agent import MemoryRange, NixlAgent, Peer, Spans, range_of
 from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.ports import Bits, Payload
+from megatron_patches.refit.memory.ports import Bits, Payload
 from megatron_patches.refit.transports.nics import AUTO, chosen_nics
 
 # The package nixl loads the variant that fits the machine's CUDA. The variants alone work without GPUs, too.
@@ -270,7 +270,7 @@ class NixlAgent:
 
 
 class Reading[T]:
-    """A transfer. See :class:`megatron_patches.refit.ports.Pending`.
+    """A transfer. See :class:`megatron_patches.refit.memory.ports.Pending`.
 
     Args:
         agent: the agent that reads.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.transports.nixl_agent import MemoryRange, NixlAgent, range_of
 
 

@@ -15,14 +15,13 @@ from typing import cast
 
 import msgspec
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import NO_SLOT, Packet, payload_bytes
-from megatron_patches.refit.ports import Done, Payload, Pending, Spot
-from megatron_patches.refit.transports import messages
+from megatron_patches.refit.memory.loads import Load
+from megatron_patches.refit.memory.packets import NO_SLOT, Packet, payload_bytes
+from megatron_patches.refit.memory.ports import Done, Payload, Pending, Spot
+from megatron_patches.refit.transports import frames, messages
 from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
+from megatron_patches.refit.transports.frames import Patience
 
 LoadOf = Callable[[Packet], Load]
 PlacesOf = Callable[[Load], Sequence[Spot]]

@@ -18,15 +18,14 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import NO_SLOT, Packet
-from megatron_patches.refit.ports import Memory, Payload, Spot
-from megatron_patches.refit.staging import SLOTS
-from megatron_patches.refit.transports import messages
+from megatron_patches.refit.memory.loads import Load
+from megatron_patches.refit.memory.packets import NO_SLOT, Packet
+from megatron_patches.refit.memory.ports import Memory, Payload, Spot
+from megatron_patches.refit.memory.staging import SLOTS
+from megatron_patches.refit.transports import frames, messages
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, OutgoingWire, Place, Transport
+from megatron_patches.refit.transports.frames import Patience
 
 _DRIVE_S = 0.001  # interval at which a waiting source drives its wires; some make progress only then
 _HURRY_S = 0.00005  # the same while a packet waits for its turn

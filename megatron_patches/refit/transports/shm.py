@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from megatron_patches.refit import frames
-from megatron_patches.refit.ports import Bytes, Done, Payload, Pending
-from megatron_patches.refit.staging import SLOTS, StagingPool
+from megatron_patches.refit.memory.ports import Bytes, Done, Payload, Pending
+from megatron_patches.refit.memory.staging import SLOTS, StagingPool
+from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
 
 

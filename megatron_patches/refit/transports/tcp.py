@@ -14,13 +14,13 @@ from contextlib import closing
 import msgspec
 import numpy as np
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Bytes, Payload, Pending, Spot, host_bytes
-from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
+from megatron_patches.refit.memory.loads import Load, Reach
+from megatron_patches.refit.memory.ports import Bytes, Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.memory.staging import SLOTS, Lease, StagingPool
+from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
+from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.worker import Worker
 
 

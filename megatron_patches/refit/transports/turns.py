@@ -12,8 +12,8 @@ same destination and was announced there before, and that has ended. So the coun
 and the operation ends. This requires no common order, no knowledge of other parties' transfers and no second
 communicator, and on a GPU only one kernel at a time can wait for a peer.
 
-Sources start with different destinations (:class:`megatron_patches.refit.sender.Sender`) and go round. A turn is long,
-so that the pause between turns is small in comparison, but limited, so that destinations are served evenly.
+Sources start with different destinations (:class:`megatron_patches.refit.memory.sender.Sender`) and go round. A turn is
+long, so that the pause between turns is small in comparison, but limited, so that destinations are served evenly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from megatron_patches.refit.ports import Pending
+from megatron_patches.refit.memory.ports import Pending
 
 WINDOW_BYTES = 768 << 20
 """Limit of what is under way, plus one load: enough to keep the GPU busy, and short to wait for."""

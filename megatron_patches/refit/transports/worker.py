@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.transports.frames import Patience
 
 _LOOK_AROUND_S = 0.1  # interval at which a wait checks whether it should end
 

@@ -14,9 +14,9 @@ from vllm.config import VllmConfig
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 
-from megatron_patches.refit.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
-from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
 from megatron_patches.refit.errors import ModelMismatchError, UnsupportedEngineError
+from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.vllm.releases import installed
 
 _NAMED = 3

@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megatron_patches.refit.adapter_names import FACTOR_A, FACTOR_B, SCALE, version_name
+from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, SCALE, version_name
+from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import RefitError, StaleVersionError
-from megatron_patches.refit.exchange import describe_error
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from megatron_patches.refit.adapter_names import ADAPTER_NAME, version_name
+from megatron_patches.refit.control.adapter_names import ADAPTER_NAME, version_name
 from megatron_patches.refit.vllm.asgi import Message, Receive, Send, answer, read_body
 
 _MOST_BYTES = 8192
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """The content of a request; see :class:`megatron_patches.refit.adapter_engine.AdapterServer`."""
+    """The content of a request; see :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
 
     adapter: Annotated[str, Meta(pattern=rf"^{ADAPTER_NAME}\Z")]
     version: Annotated[int, Meta(ge=0)]

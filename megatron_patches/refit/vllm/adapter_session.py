@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from megatron_patches.refit.adapter_names import session_folder
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.boxes import View, row_major_strides
+from megatron_patches.refit.control.adapter_names import session_folder
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.exchange import describe_error
+from megatron_patches.refit.control.messages import Model, State, StateLog
 from megatron_patches.refit.errors import (
     LostWeightsError,
     PartyFailedError,
@@ -22,12 +23,11 @@ from megatron_patches.refit.errors import (
     StaleVersionError,
     TransferError,
 )
-from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.layout.boxes import View, row_major_strides
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Model, State, StateLog
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
 from megatron_patches.refit.vllm.all_or_none import AllOrNone

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from megatron_patches.refit.control.messages import StateLog
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.parties.messages import StateLog
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles
 from megatron_patches.refit.vllm.adapter_session import VOTE_S, AdapterSession
 from megatron_patches.refit.vllm.all_or_none import AllOrNone

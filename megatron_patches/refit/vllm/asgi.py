@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from megatron_patches.refit.secret import GUARDED_HEADER
+from megatron_patches.refit.control.secret import GUARDED_HEADER
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

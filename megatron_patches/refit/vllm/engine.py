@@ -26,8 +26,8 @@ from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 
+from megatron_patches.refit.control.messages import Standing, State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
-from megatron_patches.refit.parties.messages import Standing, State, StateLog
 from megatron_patches.refit.vllm.adapters import Adapters
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
@@ -164,7 +164,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("the engine 'etp' is fed by megatron_patches.refit.session.RefitSession")
+        raise NotImplementedError("the engine 'etp' is fed by megatron_patches.refit.trainer.session.RefitSession")
 
     def _admit(self, call: RefitCall) -> None:  # noqa: ARG002 - the call has no fields that matter
         """Accepts trainers from now on: the caller knows the server's secret or owns this process."""

@@ -7,8 +7,8 @@ r"""ASGI middleware that protects a vLLM server: only a client that shows its se
 
 Routes for inference and routes that only report the server's state stay as vLLM has them. Every other route, including
 all that ``VLLM_SERVER_DEV_MODE`` opens and any that a later vLLM adds, answers 401 to a request without the secret
-(:mod:`megatron_patches.refit.secret`), before the body is read. Give this middleware last, because the last one sees a
-request first.
+(:mod:`megatron_patches.refit.control.secret`), before the body is read. Give this middleware last, because the last one
+sees a request first.
 
 It also grants leases, so that no server waits for ever for a trainer that has paused it
 (:mod:`megatron_patches.refit.vllm.pause_lease`).
@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import logging
 
-from megatron_patches.refit import lease
-from megatron_patches.refit.engines import ADAPTER_ROUTE
+from megatron_patches.refit.control import lease
+from megatron_patches.refit.control.adapter_names import ADAPTER_ROUTE
+from megatron_patches.refit.control.secret import HEADER, Secret, read_or_make_secret
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.secret import HEADER, Secret, read_or_make_secret
 from megatron_patches.refit.vllm.adapter_route import add_adapter
 from megatron_patches.refit.vllm.asgi import GUARDED, App, Message, Receive, Send, answer
 from megatron_patches.refit.vllm.pause_lease import PauseLease

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_patches.refit.errors import LostWeightsError
-from megatron_patches.refit.manifest import Storage
+from megatron_patches.refit.layout.manifest import Storage
 from megatron_patches.refit.vllm.backup import Backup
 from megatron_patches.refit.vllm.layers import Layers
 

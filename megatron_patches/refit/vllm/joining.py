@@ -6,18 +6,18 @@ import logging
 import socket
 from concurrent.futures import Future, wait
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.exchange import describe_error
+from megatron_patches.refit.control.kv_scales import is_kv_scale
+from megatron_patches.refit.control.messages import TICK_S, Model, State, StateLog
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.kv_scales import is_kv_scale
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import TICK_S, Model, State, StateLog
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.frames import Patience
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import (
     check_all_loaded,

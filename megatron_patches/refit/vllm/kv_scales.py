@@ -20,10 +20,10 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View
+from megatron_patches.refit.control.kv_scales import is_kv_scale, split_name
 from megatron_patches.refit.errors import ModelMismatchError, UnsupportedEngineError
-from megatron_patches.refit.kv_scales import is_kv_scale, split_name
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.vllm.layers import join
 
 _IN_FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2"})

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from megatron_patches.refit.lease import EMPTY_CACHES, RESUME
-from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME
+from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.vllm.asgi import App, Message, Receive, Send, answer, read_body
 
 logger = logging.getLogger(__name__)

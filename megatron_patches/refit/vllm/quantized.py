@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import ModelMismatchError, TransferError
-from megatron_patches.refit.manifest import Manifest, Placement
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.manifest import Manifest, Placement
+from megatron_patches.refit.layout.weight_format import BLOCK, QUANTIZED, blocks_of, is_scale, scales_of
 from megatron_patches.refit.vllm.recording import Recording, record_loading
-from megatron_patches.refit.weight_format import BLOCK, QUANTIZED, blocks_of, is_scale, scales_of
 
 
 def check_scales(tensors: Sequence[TensorSpec]) -> None:

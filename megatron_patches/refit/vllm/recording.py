@@ -22,9 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_patches.refit.boxes import TensorSpec
-from megatron_patches.refit.conversion import CONVERT, ElementOp
 from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.conversion import CONVERT, ElementOp
 from megatron_patches.refit.target.recorded import CopyRecord, FillRecord, RecordedParameter, Strided
 
 _aten = torch.ops.aten

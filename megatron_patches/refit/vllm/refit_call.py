@@ -10,12 +10,12 @@ from msgspec import Meta
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
-from megatron_patches.refit.adapter_names import ADAPTER_NAME
-from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S, Invitation
+from megatron_patches.refit.control.adapter_names import ADAPTER_NAME
+from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S, Invitation
+from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.transports.base import AUTO, named_transport
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.engine_settings import settings_of
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
@@ -37,8 +37,9 @@ class RefitCall(WeightTransferInitInfo):
         transport: as ``host``: name of the transport, or ``auto``.
         staging_bytes: as ``host``: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         lease_s: as ``host``: seconds without a message of the trainer after which the worker gives up its step.
-        memory: as ``host``: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
-        payload: for join: what versions travel as; see :class:`megatron_patches.refit.delta.PayloadKind`.
+        memory: as ``host``: where versions are received; see
+            :class:`megatron_patches.refit.transports.memory_mode.MemoryMode`.
+        payload: for join: what versions travel as; see :class:`megatron_patches.refit.memory.delta.PayloadKind`.
         key: for relay and meet: secret of the meeting of the engine that takes a version with those that serve it; for
             receive: that secret if the version comes from other engines, otherwise empty.
         first: for relay: number of this engine's first worker among the parties of that meeting.

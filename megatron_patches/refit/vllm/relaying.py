@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from vllm.config import VllmConfig
 
+from megatron_patches.refit.control.messages import Model
 from megatron_patches.refit.errors import RefitError, UnsupportedEngineError
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.fan_out import Committed, Relay
-from megatron_patches.refit.parties.messages import Model
-from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake, check_stays_awake
 from megatron_patches.refit.vllm.layers import Layers

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_patches.refit.delta import Base
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.ports import Bits, Memory
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.memory.delta import Base
+from megatron_patches.refit.memory.ports import Bits, Memory
 from megatron_patches.refit.vllm.in_place import InPlace, serving_storages
 from megatron_patches.refit.vllm.layers import Layers
 

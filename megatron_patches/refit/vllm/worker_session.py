@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.control.exchange import describe_error
+from megatron_patches.refit.control.messages import State, StateLog
 from megatron_patches.refit.errors import (
     LostWeightsError,
     PartyFailedError,
@@ -33,12 +34,11 @@ from megatron_patches.refit.errors import (
     StaleVersionError,
     TransferError,
 )
-from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.memory.delta import PayloadKind
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Taking
-from megatron_patches.refit.parties.messages import State, StateLog
-from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
 from megatron_patches.refit.vllm.all_or_none import AllOrNone

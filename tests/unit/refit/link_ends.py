@@ -12,19 +12,19 @@ from typing import Any, cast
 import numpy as np
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience, prepare
-from megatron_patches.refit.loads import Terms
-from megatron_patches.refit.plan import Link, Plan
-from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.pump import receive_version, send_version
-from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.memory.loads import Terms
+from megatron_patches.refit.memory.ports import Bits
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.staging import StagingPool
+from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.planning.plan import Link, Plan
 from megatron_patches.refit.transports.base import Offer, Place, Transport
 from megatron_patches.refit.transports.cuda_ipc import _asking
 from megatron_patches.refit.transports.cuda_mapped import Fetch
+from megatron_patches.refit.transports.frames import Patience, prepare
+from megatron_patches.refit.transports.pump import receive_version, send_version
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, _Outgoing
-from megatron_patches.refit.unpacker import Unpacker
 from tests.support.refit_cases import Case
 from tests.unit.refit.test_parties import memory, values
 

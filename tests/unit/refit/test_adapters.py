@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_patches.refit.adapter_engine import AdapterEngine
-from megatron_patches.refit.adapter_names import FACTOR_A, FACTOR_B, SCALE, session_folder
-from megatron_patches.refit.adapters import AdapterPublisher
-from megatron_patches.refit.boxes import TensorSpec
-from megatron_patches.refit.engines import HttpEngine, check_given_once
+from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, SCALE, session_folder
 from megatron_patches.refit.errors import ModelMismatchError, RefitError, StaleVersionError
-from megatron_patches.refit.push_options import RefitOptions
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
+from megatron_patches.refit.trainer.adapters import AdapterPublisher
+from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
+from megatron_patches.refit.trainer.push_options import RefitOptions
 from tests.support.full_disk import files_of
 
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_patches.refit.control import messages
+from megatron_patches.refit.control.messages import StateLog
 from megatron_patches.refit.errors import LostWeightsError, TransferError
-from megatron_patches.refit.manifest import Manifest, Storage
-from megatron_patches.refit.parties import messages
-from megatron_patches.refit.parties.messages import StateLog
+from megatron_patches.refit.layout.manifest import Manifest, Storage
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import (
+from megatron_patches.refit.layout.boxes import (
     Box,
     TensorSpec,
     View,

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Reach, Terms
-from megatron_patches.refit.plan import make_plan
-from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.memory.loads import Reach, Terms
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.staging import StagingPool
+from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.transports import turns
 from megatron_patches.refit.transports.base import Offer, Place
 from megatron_patches.refit.transports.c10d import C10dTransport, _Details
 from megatron_patches.refit.transports.turns import Turns
-from megatron_patches.refit.unpacker import Unpacker
 from tests.support.refit_cases import Case, Memory, grid
 from tests.unit.refit.link_ends import SLOT, Ends
 from tests.unit.refit.nccl_model import Batch, Communicator

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_patches.refit.candidates import Source, candidates_of, encode
-from megatron_patches.refit.fan_out import FanOut
-from megatron_patches.refit.parties.messages import Standing, State
-from megatron_patches.refit.push_options import RefitOptions
-from megatron_patches.refit.subscription import Subscription
-from megatron_patches.refit.take import Take
+from megatron_patches.refit.control.messages import Standing, State
+from megatron_patches.refit.trainer.candidates import Source, candidates_of, encode
+from megatron_patches.refit.trainer.fan_out import FanOut
+from megatron_patches.refit.trainer.push_options import RefitOptions
+from megatron_patches.refit.trainer.subscription import Subscription
+from megatron_patches.refit.trainer.take import Take
 from megatron_patches.refit.transports.base import TransportName
 
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from megatron_patches.refit.checkpoint_build import _staged
-from megatron_patches.refit.checkpoint_model import _check_rows, add_options
-from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
-from megatron_patches.refit.checkpoint_sizes import FLAGS, ParallelSizes
+from megatron_patches.refit.checkpoints.checkpoint_build import _staged
+from megatron_patches.refit.checkpoints.checkpoint_model import _check_rows, add_options
+from megatron_patches.refit.checkpoints.checkpoint_refusals import refuse_unbuildable
+from megatron_patches.refit.checkpoints.checkpoint_sizes import FLAGS, ParallelSizes
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
 
 DENSE: dict[str, object] = {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.loads import Reach
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.layout.boxes import TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.loads import Reach
 from megatron_patches.refit.parties.choosing import Site, choose, site_of
 from megatron_patches.refit.parties.terms import LinkOptions, terms_of
-from megatron_patches.refit.plan import make_plan
-from megatron_patches.refit.session import RefitOptions
+from megatron_patches.refit.planning.plan import make_plan
+from megatron_patches.refit.trainer.session import RefitOptions
 from megatron_patches.refit.transports.base import Offer, TransportName
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.unit.refit.test_parties import coverable, scene
 
 HERE_GPU, HERE = Site("a", "13", nixl=False), Site("a", "", nixl=True)

@@ -12,14 +12,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
-from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
-from megatron_patches.refit.dtypes import holds
 from megatron_patches.refit.errors import DigestError, ProofError, TransferError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import PartOf, PlanOptions, make_part, make_plan
-from megatron_patches.refit.proof import Verdict, prove
-from megatron_patches.refit.sender import Sender
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View, row_major_strides
+from megatron_patches.refit.layout.conversion import CONVERT, ElementOp, Rule
+from megatron_patches.refit.layout.dtypes import holds
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.planning.plan import PartOf, PlanOptions, make_part, make_plan
+from megatron_patches.refit.planning.proof import Verdict, prove
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.target.replay import finish, replay
 from megatron_patches.refit.vllm.recording import record_loading

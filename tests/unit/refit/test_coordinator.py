@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_patches.refit.coordinator import Coordinator
-from megatron_patches.refit.session import RefitOptions
-from megatron_patches.refit.subscription import Subscription
+from megatron_patches.refit.trainer.coordinator import Coordinator
+from megatron_patches.refit.trainer.session import RefitOptions
+from megatron_patches.refit.trainer.subscription import Subscription
 from tests.unit.refit.test_engine_control import Engine
 
 

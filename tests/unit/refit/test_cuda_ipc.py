@@ -12,21 +12,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Reach, Terms, cut_into_loads
-from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
-from megatron_patches.refit.pump import send_version
-from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.staging import SLOTS, StagingPool
+from megatron_patches.refit.memory.loads import Reach, Terms, cut_into_loads
+from megatron_patches.refit.memory.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.staging import SLOTS, StagingPool
+from megatron_patches.refit.planning.plan import Plan, make_plan
+from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import LinkEnd, Place, TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcIncoming, CudaIpcTransport
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_runtime import Location
 from megatron_patches.refit.transports.direct_copies import Numbers, Rows
+from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.opening import open_transport
+from megatron_patches.refit.transports.pump import send_version
 from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
 from tests.unit.refit.link_ends import SLOT, Ends, check
 from tests.unit.refit.test_parties import coverable, memory, values

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, trainer_manifest
+from megatron_patches.refit.models.shard import ParamShard
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
-from megatron_patches.refit.source.shard import ParamShard
 from tests.support.exported import shapes_written_by
 from tests.support.held_together import assert_whole, boxes_held
 from tests.support.live_models import Case

@@ -10,11 +10,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.adapters import AdapterPublisher
-from megatron_patches.refit.delta import PayloadKind, Snapshot, decode, delta_bytes, encode
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Bits, Bytes
-from megatron_patches.refit.session import RefitOptions
+from megatron_patches.refit.memory.delta import PayloadKind, Snapshot, decode, delta_bytes, encode
+from megatron_patches.refit.memory.ports import Bits, Bytes
+from megatron_patches.refit.trainer.adapters import AdapterPublisher
+from megatron_patches.refit.trainer.session import RefitOptions
 from tests.support.quick import examples
 
 

@@ -10,8 +10,14 @@ import time
 import pytest
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import MOST_DESCRIPTORS, Patience, prepare, receive_descriptors, send_descriptors
 from megatron_patches.refit.transports.cuda_mapped import Fetch
+from megatron_patches.refit.transports.frames import (
+    MOST_DESCRIPTORS,
+    Patience,
+    prepare,
+    receive_descriptors,
+    send_descriptors,
+)
 from tests.unit.refit.link_ends import asked_over_a_link
 
 

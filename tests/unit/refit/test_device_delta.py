@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patches.refit.base_copy import BaseCopy, renewed
-from megatron_patches.refit.delta import Base, Delta, delta_bytes, encode
-from megatron_patches.refit.device_base import DeviceBase
-from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.loads import Load, Terms, cut_into_loads
-from megatron_patches.refit.ports import Batch, Bits, HostPort, Memory, Payload
-from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.memory.base_copy import BaseCopy, renewed
+from megatron_patches.refit.memory.delta import Base, Delta, delta_bytes, encode
+from megatron_patches.refit.memory.device_base import DeviceBase
+from megatron_patches.refit.memory.device_port import DevicePort
+from megatron_patches.refit.memory.loads import Load, Terms, cut_into_loads
+from megatron_patches.refit.memory.ports import Batch, Bits, HostPort, Memory, Payload
+from megatron_patches.refit.memory.staging import StagingPool
 from tests.support.launch import run_distributed
 from tests.support.quick import examples
 from tests.unit.refit.test_delta import damage, versions
@@ -43,7 +43,7 @@ def near(memory: dict[str, Bits], device: str) -> dict[str, torch.Tensor]:
 
 def compare_arrays(rng: np.random.Generator, device: str) -> None:
     """One array: the very bytes that the host sends, and the version that they stand for."""
-    from megatron_patches.refit import delta_kernels
+    from megatron_patches.refit.memory import delta_kernels
 
     width, count = int(rng.choice([1, 2, 4, 8])), int(rng.choice(COUNTS))
     expected = int(np.ceil(float(rng.choice(FRACTIONS)) * count))
@@ -158,7 +158,7 @@ def compare_loads(seed: int, fraction: float, device: str) -> int:
 
 def refuse_damage(device: str) -> None:
     """Nothing outside of the load is written, and the error says how many places are wrong."""
-    from megatron_patches.refit import delta_kernels
+    from megatron_patches.refit.memory import delta_kernels
 
     for kind, (seed, count, expected) in DAMAGE.items():
         old, new = versions(seed, count, 2, expected)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patches.refit.boxes import Box, View, row_major_strides
-from megatron_patches.refit.device_port import DevicePort
-from megatron_patches.refit.dtypes import itemsize
-from megatron_patches.refit.ports import Batch, HostPort, Piece
+from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.memory.device_port import DevicePort
+from megatron_patches.refit.memory.ports import Batch, HostPort, Piece
 from tests.support.launch import run_distributed
 from tests.support.quick import examples
 

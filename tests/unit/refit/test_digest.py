@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.digest import MASK, combine, digest_array
+from megatron_patches.refit.layout.boxes import Box
+from megatron_patches.refit.layout.digest import MASK, combine, digest_array
 
 SHAPE = (37, 29)
 WHOLE = Box("w", (0, 0), SHAPE)

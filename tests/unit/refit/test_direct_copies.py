@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads
-from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.memory.loads import Load, Reach, Terms, cut_into_loads
+from megatron_patches.refit.memory.ports import Spot
+from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.planning.transfers import Transfer
-from megatron_patches.refit.ports import Spot
 from megatron_patches.refit.transports.c10d import _Pieces
 from megatron_patches.refit.transports.direct_copies import DirectCopies, Rows
 from tests.unit.refit.link_ends import SLOT

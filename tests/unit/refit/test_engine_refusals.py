@@ -23,7 +23,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import (
     ModelMismatchError,
     RefitError,
@@ -31,7 +30,8 @@ from megatron_patches.refit.errors import (
     UnmappedParameterError,
     UnsupportedEngineError,
 )
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.vllm.engine_refusals import (
     check_all_loaded,
     check_awake,

@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
-from megatron_patches.refit import engines
-from megatron_patches.refit.engine_control import EngineControl
-from megatron_patches.refit.engines import (
+from megatron_patches.refit.control.messages import Held
+from megatron_patches.refit.control.secret import VALUE_VARIABLE
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.trainer import engines
+from megatron_patches.refit.trainer.engine_control import EngineControl
+from megatron_patches.refit.trainer.engines import (
     EngineClient,
     HttpEngine,
     Joined,
@@ -25,12 +29,8 @@ from megatron_patches.refit.engines import (
     check_given_once,
     http_engines,
 )
-from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.parties.messages import Held
-from megatron_patches.refit.roster import Roster
-from megatron_patches.refit.secret import VALUE_VARIABLE
-from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.trainer.roster import Roster
+from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 
 
 @contextmanager

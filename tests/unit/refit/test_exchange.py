@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_patches.refit import exchange as exchange_module
-from megatron_patches.refit.coordinator import Coordinator
+from megatron_patches.refit.control import exchange as exchange_module
+from megatron_patches.refit.control.exchange import Exchange, describe_error, on_first
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.exchange import Exchange, describe_error, on_first
-from megatron_patches.refit.push_options import RefitOptions
-from megatron_patches.refit.push_orders import PushOrders
-from megatron_patches.refit.subscriptions import Subscriptions
-from megatron_patches.refit.trainer_rank import Trainer
+from megatron_patches.refit.trainer.coordinator import Coordinator
+from megatron_patches.refit.trainer.push_options import RefitOptions
+from megatron_patches.refit.trainer.push_orders import PushOrders
+from megatron_patches.refit.trainer.subscriptions import Subscriptions
+from megatron_patches.refit.trainer.trainer_rank import Trainer
 
 RANKS = 3
 

@@ -19,15 +19,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
-from megatron_patches.refit.digest import combine
+from megatron_patches.refit.checkpoints.checkpoint_dir import CheckpointDirectory
+from megatron_patches.refit.checkpoints.file import share_of, verify_tensors, write_boxes
+from megatron_patches.refit.checkpoints.safetensors_layout import INDEX_NAME, layout_checkpoint
+from megatron_patches.refit.control.exchange import Exchange, default_exchange, together
 from megatron_patches.refit.errors import ExportError, RefitError
-from megatron_patches.refit.exchange import Exchange, default_exchange, together
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import PlanOptions, make_plan
-from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
-from megatron_patches.refit.transports.file import share_of, verify_tensors, write_boxes
-from megatron_patches.refit.transports.safetensors_layout import INDEX_NAME, layout_checkpoint
+from megatron_patches.refit.layout.boxes import TensorSpec, View, row_major_strides
+from megatron_patches.refit.layout.digest import combine
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.planning.plan import PlanOptions, make_plan
 
 T = TypeVar("T")
 TENSORS = [
@@ -101,7 +101,7 @@ def spread(ranks: int) -> tuple[list[Manifest], list[dict[str, torch.Tensor]]]:
 
 
 def export(target: Path, ranks: int, max_shard_bytes: int = 10**9, overwrite: bool = False, **hooks: Any) -> None:
-    """All phases of an export, every rank a thread, as `megatron_patches.refit.export` runs them."""
+    """All phases of an export, every rank a thread, as `megatron_patches.refit.checkpoints.export` runs them."""
     manifests, memories = spread(ranks)
     layout = layout_checkpoint(TENSORS, max_shard_bytes)
     options = PlanOptions(split_bytes=32)

@@ -15,25 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etp.formats import quantize_blocks, scale_of
-from megatron_patches.refit.boxes import Box, View, row_major_strides
+from megatron_patches.refit.control.exchange import Exchange
+from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
-from megatron_patches.refit.exchange import Exchange
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.parties.messages import Held
-from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.source import block_parts
-from megatron_patches.refit.source.block_parts import HostParts, KernelParts, Part, _grouped
-from megatron_patches.refit.source.block_quantizer import BlockQuantizer
-from megatron_patches.refit.source.fp8_block import Fp8BlockSource
-from megatron_patches.refit.source.modules import ModuleSource
-from megatron_patches.refit.weight_format import (
+from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.weight_format import (
     WeightFormat,
     quantization_config,
     quantized_weights,
     scales_of,
     with_scales,
 )
+from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.planning.tensors import agree_on_tensors
+from megatron_patches.refit.source import block_parts
+from megatron_patches.refit.source.block_parts import HostParts, KernelParts, Part, _grouped
+from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+from megatron_patches.refit.source.fp8_block import Fp8BlockSource
+from megatron_patches.refit.source.modules import ModuleSource
 from tests.support.e4m3 import is_near
 from tests.support.launch import run_distributed
 from tests.support.quick import examples

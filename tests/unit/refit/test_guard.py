@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_patches.refit.secret import FILE_VARIABLE, GUARDED_HEADER, HEADER, VALUE_VARIABLE
+from megatron_patches.refit.control.secret import FILE_VARIABLE, GUARDED_HEADER, HEADER, VALUE_VARIABLE
 from megatron_patches.refit.vllm import guard
 from megatron_patches.refit.vllm.guard import RefitGuard
 

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.source.families import family_of
-from megatron_patches.refit.source.gpt import rotary_frequencies
+from megatron_patches.refit.models.families import family_of
+from megatron_patches.refit.models.gpt import rotary_frequencies
+from megatron_patches.refit.models.hf_config import build_config
 
 
 def fake_model(**changes: Any) -> Any:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_patches.refit.checkpoints.hf_files import open_checkpoint
 from megatron_patches.refit.errors import LoadError, RefitError
-from megatron_patches.refit.hf_files import open_checkpoint
 from tests.support.random_checkpoint import write_checkpoint
 
 CONFIG: dict[str, object] = {"architectures": ["LlamaForCausalLM"]}

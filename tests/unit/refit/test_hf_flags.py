@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.refit.__main__ import main
+from megatron_patches.refit.checkpoints.hf_flags import flags_of, model_flags
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.hf_flags import flags_of, model_flags
-from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.models.config_traits import family_from_config
 from tests.integration import tiny_models
 from tests.support.public_models import PUBLIC
 

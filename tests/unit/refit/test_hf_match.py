@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_patches.refit.checkpoints.hf_files import open_checkpoint
+from megatron_patches.refit.checkpoints.hf_match import check_config, check_tensors, check_vocabulary
 from megatron_patches.refit.errors import LoadError, RefitError
-from megatron_patches.refit.hf_files import open_checkpoint
-from megatron_patches.refit.hf_match import check_config, check_tensors, check_vocabulary
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.llama import LlamaFamily
-from megatron_patches.refit.source.qwen3 import Qwen3Family
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.llama import LlamaFamily
+from megatron_patches.refit.models.qwen3 import Qwen3Family
 from tests.integration import tiny_models
 from tests.support.random_checkpoint import random_tensors, write_checkpoint
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.checkpoints.hf_files import HuggingFaceFiles, open_checkpoint
+from megatron_patches.refit.checkpoints.hf_slices import read_slices, verify_slices
 from megatron_patches.refit.errors import DigestError, RefitError
-from megatron_patches.refit.hf_files import HuggingFaceFiles, open_checkpoint
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import PartOf, PlanOptions, make_part
-from megatron_patches.refit.proof import prove
-from megatron_patches.refit.transports.hf_slices import read_slices, verify_slices
+from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.planning.plan import PartOf, PlanOptions, make_part
+from megatron_patches.refit.planning.proof import prove
 from tests.support.random_checkpoint import write_checkpoint
 
 TENSORS = {"a": torch.randn(12, 10), "b": torch.randn(9), "c": torch.randn(4, 3, 5).bfloat16()}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches.refit.control.kv_scales import KVScales, is_kv_scale, scale_values, split_name
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.kv_scales import KVScales, is_kv_scale, scale_values, split_name
 
 ONE = KVScales(k_scale=0.5, v_scale=0.25)
 

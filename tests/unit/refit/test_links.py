@@ -15,25 +15,25 @@ from typing import Any, Never
 import numpy as np
 import pytest
 
-from megatron_patches.refit import frames
-from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
-from megatron_patches.refit.delta import Delta
 from megatron_patches.refit.errors import PartyFailedError, TransferError
-from megatron_patches.refit.frames import Patience, prepare
-from megatron_patches.refit.loads import Reach, Terms
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Packet
-from megatron_patches.refit.plan import make_plan
-from megatron_patches.refit.pump import receive_version, send_version
-from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.layout.boxes import TensorSpec, View, row_major_strides
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.delta import Delta
+from megatron_patches.refit.memory.loads import Reach, Terms
+from megatron_patches.refit.memory.packets import Packet
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.staging import StagingPool
+from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.planning.plan import make_plan
+from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import LinkEnd, Place, Transport, TransportName
+from megatron_patches.refit.transports.frames import Patience, prepare
 from megatron_patches.refit.transports.nixl import NixlTransport
 from megatron_patches.refit.transports.opening import open_transport
+from megatron_patches.refit.transports.pump import receive_version, send_version
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, _dial
 from megatron_patches.refit.transports.shm import ShmTransport
-from megatron_patches.refit.unpacker import Unpacker
 
 SPEC = TensorSpec("w", (1500, 16), "bfloat16")
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source import live
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.live import LiveMemory, bits_of

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_patches.refit import lobby
+from megatron_patches.refit.control.messages import Invitation
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.lobby import Announcer, Listener
-from megatron_patches.refit.parties.messages import Invitation
-from megatron_patches.refit.push_orders import Newcomer
+from megatron_patches.refit.trainer import lobby
+from megatron_patches.refit.trainer.lobby import Announcer, Listener
+from megatron_patches.refit.trainer.push_orders import Newcomer
 
 
 def newcomer(number: int) -> Newcomer:

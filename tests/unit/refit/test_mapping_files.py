@@ -13,20 +13,20 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from megatron_patches.refit import source
-from megatron_patches.refit.cluster import Hosts, describe_cluster
+from megatron_patches.refit import models
+from megatron_patches.refit.checkpoints.export import export_checkpoint
+from megatron_patches.refit.checkpoints.safetensors_layout import layout_checkpoint
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.export import export_checkpoint
-from megatron_patches.refit.plan import PlanOptions, make_plan
+from megatron_patches.refit.models.config_traits import family_from_config, read_config
+from megatron_patches.refit.models.families import declared, family_of
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.planning.plan import PlanOptions, make_plan
+from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.proof import prove
-from megatron_patches.refit.source.config_traits import family_from_config, read_config
+from megatron_patches.refit.simulation.cluster import Hosts, describe_cluster
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.families import declared, family_of
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.target.vllm_layout import EngineMesh
-from megatron_patches.refit.transports.safetensors_layout import layout_checkpoint
 from tests.unit.refit.test_hf_config import fake_model
 
 TOKENS, PADDED = 251, 256
@@ -36,12 +36,12 @@ TOY = '''
 
 from dataclasses import dataclass, fields
 
-from megatron_patches.refit.source.config_fields import integer
-from megatron_patches.refit.source.family import Declaration
-from megatron_patches.refit.source.gpt import gpt_traits, may_be_gpt
-from megatron_patches.refit.source.llama import LlamaFamily, traits_from_config
-from megatron_patches.refit.source.params import alike
-from megatron_patches.refit.source.traits import ModelTraits
+from megatron_patches.refit.models.config_fields import integer
+from megatron_patches.refit.models.family import Declaration
+from megatron_patches.refit.models.gpt import gpt_traits, may_be_gpt
+from megatron_patches.refit.models.llama import LlamaFamily, traits_from_config
+from megatron_patches.refit.models.params import alike
+from megatron_patches.refit.models.traits import ModelTraits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ def mapping_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
     """Adds a mapping file to the package, by name and text."""
     folder = tmp_path / "added"
     folder.mkdir()
-    monkeypatch.setattr(source, "__path__", [*source.__path__, str(folder)])
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(folder)])
     added: list[str] = []
 
     def add(name: str, text: str) -> None:
@@ -136,9 +136,9 @@ def mapping_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
 
     yield add
     for name in added:
-        sys.modules.pop(f"{source.__name__}.{name}", None)
-        if hasattr(source, name):
-            delattr(source, name)
+        sys.modules.pop(f"{models.__name__}.{name}", None)
+        if hasattr(models, name):
+            delattr(models, name)
 
 
 def test_a_mapping_file_is_enough_for_an_export_and_for_plans(mapping_file: MappingFile, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_model_that_two_families_express_is_not_guessed_at(mapping_file: Mappi
 
 
 def test_a_model_that_no_mapping_file_is_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "__path__", [])
+    monkeypatch.setattr(models, "__path__", [])
     with pytest.raises(UnsupportedModelError, match="no mapping file is for such a ToyModel"):
         family_of(ToyModel(), TOKENS)
 
@@ -207,5 +207,5 @@ def test_a_model_that_no_mapping_file_is_for_is_refused(monkeypatch: pytest.Monk
 def test_two_files_for_one_architecture_are_refused(mapping_file: MappingFile) -> None:
     mapping_file("toy", TOY)
     mapping_file("other_toy", TOY)
-    with pytest.raises(ValueError, match=r"both other_toy and toy in .*source are for ToyForCausalLM; remove one"):
+    with pytest.raises(ValueError, match=r"both other_toy and toy in .*models are for ToyForCausalLM; remove one"):
         declared()

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
 from megatron_patches.refit.errors import (
     DigestError,
     PlanMismatchError,
@@ -21,14 +20,15 @@ from megatron_patches.refit.errors import (
     StaleVersionError,
     TransferError,
 )
-from megatron_patches.refit.loads import Terms
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Packet
-from megatron_patches.refit.plan import Plan, make_plan
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View, row_major_strides
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.loads import Terms
+from megatron_patches.refit.memory.packets import Packet
+from megatron_patches.refit.memory.ports import Bits, Payload, host_bytes
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.planning.plan import Plan, make_plan
+from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.transfers import Transfer
-from megatron_patches.refit.ports import Bits, Payload, host_bytes
-from megatron_patches.refit.proof import prove
-from megatron_patches.refit.sender import Sender
 from tests.support.memory_transport import Receiver, refit
 from tests.support.quick import examples
 from tests.support.refit_cases import Case, elements, random_case, random_options, region

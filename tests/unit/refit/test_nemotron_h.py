@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
-from megatron_patches.refit.source.shard import ParamShard, placements
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.models.shard import ParamShard, placements
 from tests.support.exported import shapes_written_by
 from tests.support.held_together import assert_whole, boxes_held
 from tests.support.live_models import Case

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Reach, Terms, cut_into_loads
-from megatron_patches.refit.plan import make_plan
-from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.memory.loads import Reach, Terms, cut_into_loads
+from megatron_patches.refit.memory.ports import Bits
+from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.nixl import NixlTransport
 from megatron_patches.refit.transports.nixl_agent import MemoryRange, NixlAgent, range_of

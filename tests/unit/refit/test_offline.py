@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
-from megatron_patches.refit.source.mesh import TrainerMesh, TrainerRank
-from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
-from megatron_patches.refit.source.shard import ParamShard
+from megatron_patches.refit.models.config_traits import dtype_of, family_from_config, read_config
+from megatron_patches.refit.models.mesh import TrainerMesh, TrainerRank
+from megatron_patches.refit.models.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.models.shard import ParamShard
 from tests.support.held_together import assert_whole, boxes_held
 from tests.support.live_models import Case
 

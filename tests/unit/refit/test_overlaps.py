@@ -10,16 +10,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import Box, TensorSpec
+from megatron_patches.refit.control.messages import Asked, Moved, Orders, Registered, Registration, Step, Wanted
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.layout.boxes import Box, TensorSpec
 from megatron_patches.refit.parties.choosing import Site
-from megatron_patches.refit.parties.messages import Asked, Moved, Orders, Registered, Registration, Step, Wanted
 from megatron_patches.refit.parties.registry import Registry
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, plan_for
 from megatron_patches.refit.planning.grids import Axes, join_name, meet, numbers_of
 from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, Views, holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.overlaps import OverlapIndex
+from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, plan_for
 from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import agree, fold_tensors, unfold_tensors
 from megatron_patches.refit.transports.base import Offer, TransportName

@@ -13,18 +13,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
-from megatron_patches.refit.delta import Base, Delta
-from megatron_patches.refit.device_port import DevicePort
-from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
-from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goes_directly
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Packet
-from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Batch, Bits, Payload, Piece
-from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.unpacker import Unpacker
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View, row_major_strides
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.delta import Base, Delta
+from megatron_patches.refit.memory.device_port import DevicePort
+from megatron_patches.refit.memory.loads import Load, Reach, Terms, cut_into_loads, goes_directly
+from megatron_patches.refit.memory.packets import Packet
+from megatron_patches.refit.memory.ports import Batch, Bits, Payload, Piece
+from megatron_patches.refit.memory.sender import Sender
+from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.planning.plan import Plan, make_plan
 from tests.support.quick import examples
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")

@@ -21,23 +21,23 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit import rendezvous
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.delta import Base, PayloadKind
+from megatron_patches.refit.control import rendezvous
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Held
+from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.boxes import TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.delta import Base, PayloadKind
+from megatron_patches.refit.memory.ports import Bits
+from megatron_patches.refit.memory.staging import SLOTS, StagingPool
 from megatron_patches.refit.parties import agreement
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.plan import make_plan, plan_for
-from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.rendezvous import Rendezvous
-from megatron_patches.refit.staging import SLOTS, StagingPool
+from megatron_patches.refit.planning.plan import make_plan, plan_for
 from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
@@ -470,7 +470,7 @@ def test_leaving_in_another_thread_ends_what_a_party_waits_for_and_its_links() -
 
 FIRST_USE = """
 import sys, threading
-from megatron_patches.refit.parties.messages import ModelAnswer, decode, encode
+from megatron_patches.refit.control.messages import ModelAnswer, decode, encode
 
 sys.setswitchinterval(1e-6)
 payload, found, together = encode(ModelAnswer({}, [], False)), [], threading.Barrier(16)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
+from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.layout.conversion import CONVERT, ElementOp, Rule
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.transports.base import TransportName
 from tests.unit.refit.test_parties import coverable, scene
 

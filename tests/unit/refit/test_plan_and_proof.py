@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import CoverageError, ProofError, RefitError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, Plan, PlanOptions, make_plan
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, Plan, PlanOptions, make_plan
+from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.tensors import agree_on_tensors, fold_tensors
 from megatron_patches.refit.planning.transfers import Transfer, canonical
-from megatron_patches.refit.proof import prove
 from tests.support.quick import examples
 from tests.support.refit_cases import (
     Case,

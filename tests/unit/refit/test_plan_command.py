@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.refit.__main__ import main
-from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.oracle import OracleError, verify_in_memory
-from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_plan
-from megatron_patches.refit.report import Link, LinkSpeeds, traffic_of
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.offline import TrainerOptions
+from megatron_patches.refit.layout.boxes import TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.offline import TrainerOptions
+from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, make_plan
+from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.simulation.oracle import OracleError, verify_in_memory
+from megatron_patches.refit.simulation.report import Link, LinkSpeeds, traffic_of
 from tests.integration.tiny_models import DEEPSEEK_V3
 from tests.support.refit_cases import folded
 

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import PlanMismatchError, ProofError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, make_part, plan_for
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.planning.grids import (
     fold,
     is_within,
@@ -34,9 +33,10 @@ from megatron_patches.refit.planning.layouts import (
     receiver_of,
 )
 from megatron_patches.refit.planning.local import SourceIndex, even_shares, plan_destination
+from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, make_part, plan_for
+from megatron_patches.refit.planning.proof import prove_with
 from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import TensorGrid, fold_tensors, unfold_tensors
-from megatron_patches.refit.proof import prove_with
 from tests.support.quick import examples
 from tests.support.refit_cases import Case, random_case, random_options, random_templates
 

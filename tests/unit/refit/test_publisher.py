@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from megatron_patches import refit
-from megatron_patches.refit.publisher import PublishHandle
-from megatron_patches.refit.push_options import EngineReport, Fate, PushReport
+from megatron_patches.refit.trainer.publisher import PublishHandle
+from megatron_patches.refit.trainer.push_options import EngineReport, Fate, PushReport
 
 SENT = PushReport(
     version=5,

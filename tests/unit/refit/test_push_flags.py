@@ -17,14 +17,14 @@ import torch.distributed
 from megatron_patches import refit_training
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit.__main__ import main
-from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.push_flags import add_flags, options_from
-from megatron_patches.refit.session import OnEngineFailure, RefitOptions
+from megatron_patches.refit.layout.weight_format import WeightFormat
+from megatron_patches.refit.memory.delta import PayloadKind
+from megatron_patches.refit.trainer.engines import PauseMode
+from megatron_patches.refit.trainer.push_flags import add_flags, options_from
+from megatron_patches.refit.trainer.session import OnEngineFailure, RefitOptions
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.weight_format import WeightFormat
+from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.tiny_models import QWEN3
 
 GIVEN = [
@@ -265,4 +265,4 @@ def test_commands_silence_imports_and_show_warnings_of_refit(command: str, tmp_p
     assert main([command, "--load", str(tmp_path / "none"), "--engines", "http://here:1"]) == 1
     assert not logging.getLogger("megatron.core").isEnabledFor(logging.WARNING)
     assert not logging.getLogger("megatron_patches.cpu").isEnabledFor(logging.WARNING)
-    assert logging.getLogger("megatron_patches.refit.fan_out").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("megatron_patches.refit.trainer.fan_out").isEnabledFor(logging.WARNING)

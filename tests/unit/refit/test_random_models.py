@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.cluster import Hosts, describe_cluster
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.oracle import verify_in_memory
-from megatron_patches.refit.plan import PartOf, PlanOptions
-from megatron_patches.refit.proof import prove
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions
+from megatron_patches.refit.planning.plan import PartOf, PlanOptions
+from megatron_patches.refit.planning.proof import prove
+from megatron_patches.refit.simulation.cluster import Hosts, describe_cluster
+from megatron_patches.refit.simulation.oracle import verify_in_memory
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 from tests.support.quick import examples
 

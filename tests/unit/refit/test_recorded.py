@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.vllm.recording import record_loading
 

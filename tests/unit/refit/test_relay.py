@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.digest import digest_array
+from megatron_patches.refit.control.messages import Invitation, Model
 from megatron_patches.refit.errors import DigestError, PartyFailedError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.boxes import TensorSpec, View
+from megatron_patches.refit.layout.digest import digest_array
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.fan_out import Committed, Relay
-from megatron_patches.refit.parties.messages import Invitation, Model
 from megatron_patches.refit.parties.terms import LinkOptions
 
 SPECS = (TensorSpec("v", (7,), "bfloat16"), TensorSpec("w", (4, 5), "bfloat16"))

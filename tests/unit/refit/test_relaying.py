@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_patches.refit.conversion import CONVERT, ElementOp, Rule
+from megatron_patches.refit.control.messages import Model
 from megatron_patches.refit.errors import UnsupportedEngineError
-from megatron_patches.refit.manifest import Manifest, Storage
-from megatron_patches.refit.parties.messages import Model
+from megatron_patches.refit.layout.conversion import CONVERT, ElementOp, Rule
+from megatron_patches.refit.layout.manifest import Manifest, Storage
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

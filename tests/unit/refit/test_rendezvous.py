@@ -17,10 +17,10 @@ import msgspec
 import pytest
 import zmq
 
-from megatron_patches.refit import rendezvous
-from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.control import rendezvous
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.rendezvous import Rendezvous
 
 TIMEOUT_S = 3.0
 

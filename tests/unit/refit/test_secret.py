@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.refit.credentials import Credentials
-from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.secret import (
+from megatron_patches.refit.control.credentials import Credentials
+from megatron_patches.refit.control.secret import (
     FILE_VARIABLE,
     HEADER,
     VALUE_VARIABLE,
@@ -20,6 +19,7 @@ from megatron_patches.refit.secret import (
     read_or_make_secret,
     read_secret,
 )
+from megatron_patches.refit.errors import RefitError
 
 
 @pytest.fixture(autouse=True)

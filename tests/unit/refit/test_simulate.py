@@ -12,18 +12,18 @@ import pytest
 from msgspec.msgpack import decode
 
 from megatron_patches.refit.__main__ import main
-from megatron_patches.refit.cluster import Hosts, engine_mesh, trainer_mesh
-from megatron_patches.refit.parties.messages import Asked, Orders, Step
-from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.control.messages import Asked, Orders, Step
+from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.planning.local import SourceIndex
+from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.progress import Progress
+from megatron_patches.refit.simulation.cluster import Hosts, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in
 from megatron_patches.refit.simulation.models import MODELS
 from megatron_patches.refit.simulation.simulate import SampleSize, Simulation, simulate
 from megatron_patches.refit.simulation.workers import run_destination, run_source
-from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.transports.base import Offer
 from tests.unit.refit.test_plan_command import CONFIG
 

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etp.layout import ShardLayout
+from megatron_patches.refit.checkpoints.safetensors_layout import layout_checkpoint
 from megatron_patches.refit.errors import UnmappedParameterError
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.plan import PlanOptions, make_plan
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.models import rules
+from megatron_patches.refit.models.llama import LlamaFamily
+from megatron_patches.refit.models.qwen2 import Qwen2Family
+from megatron_patches.refit.models.qwen3 import Qwen3Family
+from megatron_patches.refit.models.shard import ParamShard, RowSpan, placements
+from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.planning.plan import PlanOptions, make_plan
+from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.proof import prove
-from megatron_patches.refit.source import rules
-from megatron_patches.refit.source.llama import LlamaFamily
-from megatron_patches.refit.source.qwen2 import Qwen2Family
-from megatron_patches.refit.source.qwen3 import Qwen3Family
-from megatron_patches.refit.source.shard import ParamShard, RowSpan, placements
-from megatron_patches.refit.source.traits import ModelTraits
-from megatron_patches.refit.transports.safetensors_layout import layout_checkpoint
 
 TRAITS = ModelTraits(
     num_layers=2,

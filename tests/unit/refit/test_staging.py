@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_patches.refit.errors import StagingError
-from megatron_patches.refit.staging import SLOTS, StagingPool, slot_bytes, useful_bytes
+from megatron_patches.refit.memory.staging import SLOTS, StagingPool, slot_bytes, useful_bytes
 
 
 def test_the_limit_is_enforced_and_the_peak_remembered() -> None:

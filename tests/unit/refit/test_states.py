@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_patches.refit.parties.messages import State, StateLog
+from megatron_patches.refit.control.messages import State, StateLog
 
 
 def test_each_change_is_logged_once_with_engine_version_and_seconds(caplog: pytest.LogCaptureFixture) -> None:

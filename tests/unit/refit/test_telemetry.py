@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patches.refit.control.messages import Moved, State
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.parties.messages import Moved, State
-from megatron_patches.refit.telemetry import Address, Telemetry, VersionCost, address_from, cost_of
+from megatron_patches.refit.trainer.telemetry import Address, Telemetry, VersionCost, address_from, cost_of
 from tests.support.full_disk import files_of
 
 LASTED = {State.SENDING: 2.0, State.COMMITTING: 0.5, State.READY: 9.0}

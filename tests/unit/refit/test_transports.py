@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.boxes import TensorSpec, View
+from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Held, Invitation
+from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.boxes import TensorSpec, View
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.ports import Bits
+from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Held, Invitation
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.rendezvous import Rendezvous
-from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.c10d import C10dTransport, _decode_details
 from tests.support.launch import RanksFailedError, run_distributed

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.registry import Registry
-from megatron_patches.refit.rendezvous import Rendezvous
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from megatron_patches.refit.parties.messages import StateLog
+from megatron_patches.refit.control.messages import StateLog
 from megatron_patches.refit.vllm import all_or_none
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine

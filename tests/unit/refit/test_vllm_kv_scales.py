@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.control.kv_scales import KVScales, scale_values
 from megatron_patches.refit.errors import ModelMismatchError, UnsupportedEngineError
-from megatron_patches.refit.kv_scales import KVScales, scale_values
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.manifest import Manifest
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.plan import PlanOptions, make_plan
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, trainer_manifest
+from megatron_patches.refit.planning.plan import PlanOptions, make_plan
+from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.proof import prove
-from megatron_patches.refit.source.config_traits import family_from_config
-from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest, rank_experts, stage_layers
 
 DENSE: dict[str, object] = {

@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 from vllm.v1.attention.backend import AttentionImplBase
 
-from megatron_patches.refit.weight_format import BLOCK
+from megatron_patches.refit.layout.weight_format import BLOCK
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,0 +1,221 @@
+"""Compares a Hugging Face checkpoint with the Megatron model that is to be loaded from it, before a weight is read.
+
+Both sides are compared as the ``config.json`` that the family writes: what the checkpoint's file leaves out has the
+family's default, and a setting of any family is compared without being listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from megatron_patches.refit.checkpoints.hf_files import HuggingFaceFiles
+from megatron_patches.refit.errors import LoadError
+from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.family import ModelFamily
+
+_NAMED = 3  # tensors named in a message
+
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_hidden_layers": "--num-layers",
+        "hidden_size": "--hidden-size",
+        "intermediate_size": "--ffn-hidden-size",
+        "num_attention_heads": "--num-attention-heads",
+        "num_key_value_heads": "--group-query-attention --num-query-groups",
+        "head_dim": "--kv-channels",
+        "rms_norm_eps": "--norm-epsilon",
+        "layer_norm_epsilon": "--norm-epsilon",
+        "rope_theta": "--rotary-base",
+        "rope_scaling": "--use-rope-scaling --rope-scaling-factor",
+        "tie_word_embeddings": "--untie-embeddings-and-output-weights",
+        "attention_bias": "--disable-bias-linear, --add-qkv-bias",
+        "mlp_bias": "--disable-bias-linear",
+        "hidden_act": "--swiglu",
+        "mlp_hidden_act": "--squared-relu",
+        "num_experts": "--num-experts",
+        "n_routed_experts": "--num-experts",
+        "num_experts_per_tok": "--moe-router-topk",
+        "moe_intermediate_size": "--moe-ffn-hidden-size",
+        "moe_latent_size": "--moe-latent-size",
+        "norm_topk_prob": "--moe-router-pre-softmax",
+        "scoring_func": "--moe-router-score-function",
+        "first_k_dense_replace": "--moe-layer-freq",
+        "n_shared_experts": "--moe-shared-expert-intermediate-size",
+        "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
+        "n_group": "--moe-router-num-groups",
+        "topk_group": "--moe-router-group-topk",
+        "routed_scaling_factor": "--moe-router-topk-scaling-factor",
+        "q_lora_rank": "--q-lora-rank",
+        "kv_lora_rank": "--kv-lora-rank",
+        "qk_nope_head_dim": "--qk-head-dim",
+        "qk_rope_head_dim": "--qk-pos-emb-head-dim",
+        "v_head_dim": "--v-head-dim",
+        "num_nextn_predict_layers": "--mtp-num-layers, --hybrid-layer-pattern",
+        "hybrid_override_pattern": "--hybrid-layer-pattern",
+        "mtp_hybrid_override_pattern": "--hybrid-layer-pattern",
+        "mamba_num_heads": "--mamba-num-heads",
+        "mamba_head_dim": "--mamba-head-dim",
+        "n_groups": "--mamba-num-groups",
+        "ssm_state_size": "--mamba-state-dim",
+    }
+)
+"""Megatron's flag of each field of a ``config.json``."""
+
+# Fields that mean nothing for loaded weights, and fields that are compared separately.
+_NOT_COMPARED = frozenset(
+    {
+        "architectures",
+        "initializer_range",
+        "max_position_embeddings",
+        "model_type",
+        "pretraining_tp",
+        "rope_scaling",
+        "use_cache",
+        "vocab_size",
+    }
+)
+# Fields that are not in the traits, because each family has one value for them.
+_OUTSIDE_TRAITS = ("hidden_act", "mlp_hidden_act", "scoring_func", "use_sliding_window")
+
+
+def check_vocabulary(config: Mapping[str, object], tokens: int, rows: int) -> int:
+    """Number of rows of the checkpoint's embedding, which becomes the model's.
+
+    Published models often have a few more rows than their tokenizer has tokens.
+
+    Args:
+        config: content of the checkpoint's ``config.json``.
+        tokens: tokens of the run's tokenizer.
+        rows: rows of the model's embedding, with Megatron's padding.
+
+    Raises:
+        LoadError: if there are fewer rows than tokens, or more than the model has.
+        UnsupportedModelError: if the configuration is not one of a known family.
+    """
+    given = family_from_config(config).traits.vocab_size
+    if given < tokens:
+        raise LoadError(
+            f"vocab_size is {given} in config.json, and the run's tokenizer has {tokens} tokens (--tokenizer-type, "
+            "--tokenizer-model, --vocab-size); use the checkpoint's tokenizer"
+        )
+    if given > rows:
+        raise LoadError(
+            f"vocab_size is {given} in config.json, and the model's embedding has {rows} rows; pass "
+            f"--padded-vocab-size with at least {given}, a multiple of the tensor-parallel size, or a larger "
+            "--make-vocab-size-divisible-by"
+        )
+    return given
+
+
+def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
+    """Compares the checkpoint's configuration with the model's.
+
+    Args:
+        config: content of the checkpoint's ``config.json``.
+        family: the run's model.
+
+    Raises:
+        LoadError: with every field that differs, both values and the flag.
+        UnsupportedModelError: if the configuration is not one of a known family.
+    """
+    theirs = family_from_config(config)
+    given, mine = {**theirs.config(), **_plainly_given(config)}, family.config()
+    differing = list(unsupported(config))
+    if theirs.architecture != family.architecture:
+        differing.append(
+            f"it is a {theirs.architecture}, and the flags of this run make a {family.architecture} (--qk-layernorm, "
+            "--add-qkv-bias, --disable-bias-linear, --num-experts and --multi-latent-attention decide that)"
+        )
+    unused = _NOT_COMPARED if family.traits.has_dense_feed_forward() else _NOT_COMPARED | {"intermediate_size"}
+    differing += [
+        _difference(name, given[name], mine[name])
+        for name in mine
+        if name in given and name not in unused and given[name] != mine[name]
+    ]
+    if "rope_scaling" in mine and (scaling := rope_scaling(config)) != mine["rope_scaling"]:
+        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"]))
+    if differing:
+        raise LoadError(f"the checkpoint holds another model than this run's: {'; '.join(differing)}")
+
+
+def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, str]:
+    """Compares names and shapes of the checkpoint's tensors with those that the model needs.
+
+    Returns:
+        For each tensor that only repeats another one, the other one: a checkpoint may hold the output layer of a model
+        whose embedding is its output layer.
+
+    Raises:
+        LoadError: with the tensors that are missing, unexpected, of another shape or not of floating point.
+    """
+    needed = family.shapes()
+    missing = [name for name in needed if name not in files.tensors]
+    if missing:
+        raise LoadError(f"{_listed(missing)} missing in {files.directory}")
+    for name, shape in needed.items():
+        stored = files.tensors[name]
+        if stored.spec.shape != tuple(shape):
+            raise LoadError(
+                f"{name} in {files.directory / stored.file} has shape {stored.spec.shape}; the model of this run needs "
+                f"{tuple(shape)}"
+            )
+    repeated = _repeated(files, family)
+    unexpected = [
+        name
+        for name in files.tensors
+        if name not in needed and name not in repeated and not name.endswith(".rotary_emb.inv_freq")
+    ]
+    if unexpected:
+        raise LoadError(
+            f"{_listed(sorted(unexpected))} unexpected in {files.directory}: the model of this run has no such tensor"
+        )
+    return repeated
+
+
+def _repeated(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, str]:
+    """The output layer of a model whose embedding is its output layer, if the checkpoint has it nevertheless."""
+    head, table = "lm_head.weight", next(iter(family.shapes()))
+    if not family.traits.tied_embeddings or head not in files.tensors:
+        return {}
+    same = files.tensors[head].spec.shape == files.tensors[table].spec.shape
+    return {head: table} if same else {}
+
+
+def _plainly_given(config: Mapping[str, object]) -> Mapping[str, object]:
+    return {name: config[name] for name in _OUTSIDE_TRAITS if config.get(name) is not None}
+
+
+def rope_scaling(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Scaling of rotary positions; None for plain ones. transformers 5 keeps it in ``rope_parameters``."""
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = config.get(name)
+        if isinstance(entry, Mapping):
+            kind = entry.get("rope_type", entry.get("type"))
+            if kind not in (None, "default"):
+                rest = {key: value for key, value in entry.items() if key not in ("type", "rope_type", "rope_theta")}
+                return {"rope_type": kind, **rest}
+    return None
+
+
+def unsupported(config: Mapping[str, object]) -> Iterator[str]:
+    """One clause per setting that no Megatron model here has, and that changes answers without changing a shape."""
+    if config.get("quantization_config"):
+        yield "its weights are quantized (quantization_config); load a copy in bfloat16"
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        yield f"its attention has a window (sliding_window {config['sliding_window']})"
+    if config.get("partial_rotary_factor") not in (None, 1, 1.0):
+        yield f"it rotates a part of each head (partial_rotary_factor {config['partial_rotary_factor']})"
+    if config.get("rope_interleave", True) is False:
+        yield "it rotates halves of a head against each other (rope_interleave False)"
+
+
+def _difference(name: str, given: object, mine: object) -> str:
+    flag = FLAGS.get(name)
+    return f"{name} is {given!r} in config.json and {mine!r} in this run" + (f" ({flag})" if flag else "")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    shown = ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,1 @@
+"""What parties say to each other, and how they meet: messages, the assembly, secrets, leases and HTTP calls."""

@@ -1,0 +1,305 @@
+"""Boxes in the memory of a GPU: packed, unpacked and digested there, by a Triton kernel.
+
+On CUDA, work is queued on the port's own stream and may still be running when a method returns. A payload on the host
+passes through one buffer on the device, leased from the party's pool, so that it crosses in one piece.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.memory.device_tables import VALUES, Shape, ShapeTable, describe
+from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Piece, Places, Spot, Writing, host_bytes
+from megatron_patches.refit.memory.staging import Room, StagingPool
+
+_MASK = (1 << 64) - 1
+_VECTOR_BYTES = 16  # what the kernel reads at a time if everything is aligned to it
+_FIRST = -1  # priority of a stream whose kernels get the multiprocessors that become free
+
+
+@dataclass
+class _Compiled:
+    """A batch in the form that the kernel takes.
+
+    Attributes:
+        names: storages of the batch.
+        form: what the batch is valid for: the storages' sizes and dtypes, and the alignment of storages and payload to
+            16 bytes.
+        parts: one per launch, with places relative to the start of the storages.
+        tiles: one tensor per launch.
+        addresses: addresses of the storages that ``tables`` are made for.
+        tables: one tensor per launch.
+    """
+
+    names: Sequence[str]
+    form: tuple[object, ...]
+    parts: Sequence[ShapeTable]
+    tiles: Sequence[torch.Tensor]
+    addresses: Sequence[int] = ()
+    tables: Sequence[torch.Tensor] = ()
+
+
+class DevicePort:
+    """Storages that are tensors of one device; see :class:`megatron_patches.refit.memory.ports.Port`.
+
+    Args:
+        memory: the storages by name, flat tensors whose elements are as wide as the manifest says.
+        where: owner of the storages, for messages, such as "source rank 3".
+        pool: pool of the buffer for payloads on the host; None if there are none.
+        beside: a port of the same device whose work and this one's are done in the order in which they are given.
+        urgent: whether a GPU does its work before other work that is ready.
+
+    Raises:
+        TransferError: if the storages are on several devices, or Triton is missing.
+    """
+
+    def __init__(
+        self,
+        memory: Mapping[str, torch.Tensor],
+        where: str,
+        pool: StagingPool | None = None,
+        beside: DevicePort | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise TransferError(f"the storages on {where} are packed by a Triton kernel: pip install triton")
+        self._where, self._pool = where, pool
+        self._memory: Mapping[str, torch.Tensor] = {}
+        self._addresses: Mapping[str, int] = {}
+        self._forms: Mapping[str, tuple[int, int, torch.dtype]] = {}
+        self._checked: WeakKeyDictionary[Batch, tuple[tuple[str, ...], object]] = WeakKeyDictionary()
+        self._device = _device_of(memory, where)
+        if beside is not None and self._device != beside._device:
+            raise TransferError(f"the storages on {where} lie on {self._device}, and others on {beside._device}")
+        self._stream: Any = None
+        self._bounce = self.room(pool)
+        self._compiled: WeakKeyDictionary[Batch, _Compiled] = WeakKeyDictionary()
+        if self._device.type == "cuda":
+            priority = _FIRST if urgent else 0
+            self._stream = torch.cuda.Stream(self._device, priority) if beside is None else beside._stream
+        self._origin = torch.empty(_VECTOR_BYTES, dtype=torch.uint8, device=self._device)
+        self.renew(memory)
+
+    @property
+    def asynchronous(self) -> bool:
+        """See :class:`megatron_patches.refit.memory.ports.Port`."""
+        return self._stream is not None
+
+    def renew(self, memory: Mapping[str, torch.Tensor], writing: Writing | None = None) -> None:
+        """See :class:`megatron_patches.refit.memory.ports.Port`; waits for the work on the caller's stream."""
+        self._writing = writing
+        if _device_of(memory, self._where) != self._device:
+            raise TransferError(f"the storages on {self._where} have moved from {self._device} to another device")
+        self._memory = memory
+        self._addresses = {name: storage.data_ptr() for name, storage in memory.items()}
+        self._forms = {
+            name: (self._addresses[name] % _VECTOR_BYTES, storage.numel(), storage.dtype)
+            for name, storage in memory.items()
+        }
+        if self._stream is not None:
+            # Wait for earlier work there, such as the optimizer's step. Memory that it has freed may also be written to
+            # by the transports' streams.
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
+        """See :class:`megatron_patches.refit.memory.ports.Port`."""
+        with self.on_stream():
+            target, crossing = self.near(payload)
+            digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
+            self._launch("PACK", batch, target, digests)
+            if crossing:
+                from_host(payload).copy_(target, non_blocking=True)
+            return self.to_host(digests)
+
+    def copy_out(self, batch: Batch, payload: torch.Tensor) -> None:
+        """See :class:`megatron_patches.refit.memory.ports.Port`."""
+        with self.on_stream():
+            digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
+            self._launch("PACK", batch, payload, digests)  # memory limits it: digests take no longer
+
+    def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
+        """See :class:`megatron_patches.refit.memory.ports.Port`."""
+        with self.on_stream():
+            source, crossing = self.near(payload)
+            if crossing:
+                source.copy_(from_host(payload), non_blocking=True)
+            self._launch("UNPACK", batch, source, None)
+            return _Ended(self._record())
+
+    def digest(self, batch: Batch) -> Pending[list[int]]:
+        """See :class:`megatron_patches.refit.memory.ports.Port`."""
+        with self.on_stream():
+            digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
+            self._launch("DIGEST", batch, None, digests)
+            return self.to_host(digests)
+
+    def places(self, batch: Batch) -> Sequence[Spot]:
+        """See :class:`megatron_patches.refit.memory.ports.Port`."""
+        names, known = self._checked.get(batch, ((), None))
+        form = tuple(map(self._forms.get, names))
+        if known != form:
+            names = tuple({piece.view.storage: None for piece in batch.pieces})
+            for piece in batch.pieces:
+                self._check(piece)
+            self._checked[batch] = names, tuple(map(self._forms.get, names))
+        return Places(self._memory, batch.pieces)
+
+    def close(self) -> None:
+        """Waits for work under way, returns the buffer, and drops the storages."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._memory, self._writing = {}, None
+        self._bounce.close()
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Makes the port's stream the current one, in whose order its work is done."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def room(self, pool: StagingPool | None) -> Room[torch.Tensor]:
+        """A buffer of bytes on the device."""
+        return Room(pool, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
+
+    def near(self, payload: Payload) -> tuple[torch.Tensor, bool]:
+        """The payload itself, or a buffer of its size on the device and True, if its content must be copied across.
+
+        The buffer is the same for all payloads: the next one may use it when the work given so far has ended.
+        """
+        if isinstance(payload, torch.Tensor) and payload.device == self._device:
+            return payload, False
+        if self._device.type == "cpu":
+            return from_host(payload), False
+        return self._bounce.of(len(payload))[: len(payload)], True
+
+    def to_host(self, numbers: torch.Tensor) -> Numbers:
+        """Queues a copy of int64 numbers to the host."""
+        if self._stream is None:
+            return Numbers(numbers, None)
+        with self.on_stream():
+            host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            return Numbers(host, self._record())
+
+    def _launch(self, move: str, batch: Batch, payload: torch.Tensor | None, digests: torch.Tensor | None) -> None:
+        """Launches the kernel for a batch on the current stream, once for each shape of its boxes."""
+        from megatron_patches.refit.memory.device_kernels import Move, move_boxes
+
+        for shape, table, tiles in self._compile(batch, payload):
+            unused = self._origin
+            move_boxes(
+                Move[move],
+                shape,
+                self._origin,
+                unused if payload is None else payload,
+                table,
+                tiles,
+                table if digests is None else digests,
+            )
+
+    def _compile(
+        self, batch: Batch, payload: torch.Tensor | None
+    ) -> Iterator[tuple[Shape, torch.Tensor, torch.Tensor]]:
+        """Shape, table and tiles of each launch for a batch; recomputed if memory has moved.
+
+        The current stream waits until the memory is written.
+        """
+        past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
+        found = self._compiled.get(batch)
+        names = found.names if found is not None else sorted({piece.view.storage for piece in batch.pieces})
+        form = (past, *[self._forms.get(name) for name in names])
+        if found is None or found.form != form:
+            for piece in batch.pieces:
+                self._check(piece)
+            parts = describe(batch.pieces, names, [self._forms[name][0] for name in names], past)
+            found = _Compiled(names, form, parts, [self._upload(part.tiles) for part in parts])
+            self._compiled[batch] = found
+        addresses = [self._addresses[name] for name in names]
+        if found.addresses != addresses:
+            origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
+            tables = []
+            for part in found.parts:
+                moved = part.table.copy()
+                moved[:, VALUES] += origins[part.storages] // part.shape.width
+                tables.append(self._upload(moved))
+            found.addresses, found.tables = addresses, tables
+        if self._writing is not None:
+            self._writing.await_written(names)
+        for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
+            yield part.shape, table, tiles
+
+    def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """Copies an array to the device. Synchronous, because it happens once."""
+        return torch.from_numpy(array).to(self._device)
+
+    def _record(self) -> Any:
+        return None if self._stream is None else self._stream.record_event()
+
+    def _check(self, piece: Piece) -> None:
+        """Raises TransferError if a storage differs from its description in the manifest."""
+        view = piece.view
+        storage = self._memory.get(view.storage)
+        width = itemsize(piece.dtype)
+        if storage is None or storage.ndim != 1 or storage.element_size() != width:
+            kind = "is missing" if storage is None else f"is {storage.dtype} of {storage.ndim} dimensions"
+            raise TransferError(f"{view.storage} on {self._where} {kind}; a flat tensor of {piece.dtype} was described")
+        low, high = view.span
+        if low < 0 or high > storage.numel():
+            raise TransferError(
+                f"{view.storage} on {self._where} has {storage.numel()} elements; the plan uses {low} to {high}"
+            )
+
+
+def _device_of(memory: Mapping[str, torch.Tensor], where: str) -> torch.device:
+    devices = {tensor.device for tensor in memory.values()}
+    if len(devices) != 1:
+        raise TransferError(f"the storages on {where} lie on {sorted(map(str, devices))}; one device is needed")
+    return devices.pop()
+
+
+class _Ended:
+    """Work on a device that ends with an event; None if it has already been done."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def result(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Numbers(_Ended):
+    """Numbers of 64 bits, unsigned, that a device computes."""
+
+    def __init__(self, numbers: torch.Tensor, event: Any) -> None:
+        super().__init__(event)
+        self._numbers = numbers
+
+    def result(self) -> list[int]:  # type: ignore[override]
+        """Waits for them."""
+        super().result()
+        return [value & _MASK for value in self._numbers.tolist()]
+
+
+def from_host(payload: Payload) -> torch.Tensor:
+    """A payload on the host as a tensor of bytes that shares its memory."""
+    if isinstance(payload, torch.Tensor):
+        return payload
+    with warnings.catch_warnings():
+        # torch warns about read-only memory, such as a packet of another process; here it is only read.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(host_bytes(payload))

@@ -1,0 +1,145 @@
+"""Describes a trainer and an engine offline: the manifests of both sides, from a configuration and the mesh sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.models.family import ModelFamily
+from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.models.offline import TrainerOptions, trainer_manifest
+from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, make_part, make_plan
+from megatron_patches.refit.planning.tensors import agree_on_tensors
+from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest, is_left_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """How ranks are spread over machines.
+
+    Attributes:
+        ranks_per_host: consecutive ranks of a side that share a machine.
+        colocated: whether equal ranks of both sides share a machine; otherwise no machine has ranks of both sides.
+    """
+
+    ranks_per_host: int = 8
+    colocated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host is {self.ranks_per_host}; it must be at least 1")
+
+    def name(self, side: Literal["trainer", "engine"], rank: int) -> str:
+        """The machine of a rank."""
+        return f"{'' if self.colocated else side}host{rank // self.ranks_per_host}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Both sides, described.
+
+    Attributes:
+        tensors: all tensors of the model.
+        sources: what each trainer rank holds.
+        destinations: what each engine rank wants.
+    """
+
+    tensors: Sequence[TensorSpec]
+    sources: Sequence[Manifest]
+    destinations: Sequence[Manifest]
+
+    def plan(self, options: PlanOptions, part: PartOf | None = None) -> Plan:
+        """The whole plan, or the part of one rank.
+
+        Raises:
+            RefitError: if the two sides do not match, or the rank does not exist.
+        """
+        if part is None:
+            return make_plan(self.tensors, self.sources, self.destinations, options)
+        count = len(self.sources if part.side == "source" else self.destinations)
+        if part.rank >= count:
+            raise UnsupportedModelError(f"there is no {part}; that side has {count} ranks, from 0")
+        return make_part(self.tensors, self.sources, self.destinations, part, options)
+
+
+def describe_cluster(
+    family: ModelFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
+) -> Cluster:
+    """Describes every rank of both sides.
+
+    Raises:
+        RefitError: if a mesh does not fit the model (names axis and size), or the engine's layout lacks a tensor.
+    """
+    sources = [
+        trainer_manifest(family, trainer, rank, options, hosts.name("trainer", rank)) for rank in range(trainer.size)
+    ]
+    tensors = agree_on_tensors(family.shapes(), sources)
+    dtypes = {spec.name: spec.dtype for spec in tensors}
+    destinations = [
+        engine_manifest(family.traits, engine, rank, options.dtype, hosts.name("engine", rank))
+        for rank in range(engine.size)
+    ]
+    _check_dtypes(dtypes, destinations)
+    wanted = {placement.box.tensor for manifest in destinations for placement in manifest.placements}
+    missing = [name for name in dtypes if name not in wanted and not is_left_out(family.traits, name)]
+    if missing:
+        raise UnsupportedModelError(
+            f"the engine's layout has no place for {missing[0]} (and {len(missing) - 1} more tensors) of this "
+            f"{family.architecture}; add it to {engine_manifest.__module__}"
+        )
+    return Cluster(tensors=tensors, sources=sources, destinations=destinations)
+
+
+def _check_dtypes(dtypes: Mapping[str, str], destinations: Sequence[Manifest]) -> None:
+    for manifest in destinations:
+        for placement in manifest.placements:
+            name, dtype = placement.box.tensor, manifest.storage[placement.view.storage].dtype
+            if dtypes.get(name) != dtype:
+                raise UnsupportedModelError(
+                    f"{name} is {dtypes.get(name, 'nowhere')} in the trainer and {dtype} on engine rank {manifest.rank}"
+                )
+
+
+def trainer_mesh(text: str) -> TrainerMesh:
+    """The mesh that ``tp=2,etp=2,pp=2`` describes; axes that are not named are 1.
+
+    Raises:
+        ValueError: if the text or the mesh is invalid.
+    """
+    return TrainerMesh(**_sizes(text, tuple(item.name for item in fields(TrainerMesh))))
+
+
+def engine_mesh(text: str) -> EngineMesh:
+    """The mesh that ``tp=4,ep=4,dp=1`` describes; axes that are not named are 1.
+
+    With expert parallelism, each expert lies whole on one of the ``tp x dp`` ranks, so ``ep`` must be that product.
+    Without it, experts are cut and ``ep`` is 1.
+
+    Raises:
+        ValueError: if the text or the mesh is invalid.
+    """
+    sizes = _sizes(text, ("tp", "pp", "dp", "ep"))
+    experts = sizes.pop("ep", 1)
+    mesh = EngineMesh(**sizes, expert_parallel=experts > 1)
+    if experts not in {1, mesh.tp * mesh.dp}:
+        raise ValueError(
+            f"ep is {experts}; the engine spreads experts over all tp x dp = {mesh.tp * mesh.dp} ranks, or cuts each "
+            "(leave ep out)"
+        )
+    return mesh
+
+
+def _sizes(text: str, known: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = item.partition("=")
+        if name not in known or not value.isdecimal():
+            raise ValueError(f"{item!r} is not an axis and its size; write for example tp=2,pp=2 ({', '.join(known)})")
+        if name in found:
+            raise ValueError(f"{name} is given twice in {text!r}")
+        found[name] = int(value)
+    return found

@@ -1,0 +1,114 @@
+"""Summarizes a plan: bytes by rank and by link, and the minimum time that given links allow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_patches.refit.layout.manifest import Manifest
+from megatron_patches.refit.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeeds:
+    """Bandwidth of one rank, for sending and at the same time for receiving.
+
+    Attributes:
+        within_host: bytes per second to and from ranks of the same host.
+        between_hosts: bytes per second to and from ranks of other hosts.
+    """
+
+    within_host: float
+    between_hosts: float
+
+    def __post_init__(self) -> None:
+        if self.within_host <= 0 or self.between_hosts <= 0:
+            raise ValueError(f"speeds must be positive, not {self.within_host} and {self.between_hosts} bytes/s")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Link:
+    """Total that one source sends to one destination.
+
+    Attributes:
+        source: rank that sends.
+        destination: rank that receives.
+        nbytes: bytes.
+        within_host: whether both are on one host.
+    """
+
+    source: int
+    destination: int
+    nbytes: int
+    within_host: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a plan moves.
+
+    Attributes:
+        links: bytes by link, in order of source and destination.
+        sent: bytes by source rank.
+        received: bytes by destination rank.
+        egress_seconds: least time for the busiest source to send its bytes.
+        ingress_seconds: least time for the busiest destination to receive its bytes.
+    """
+
+    links: tuple[Link, ...]
+    sent: Mapping[int, int]
+    received: Mapping[int, int]
+    egress_seconds: float
+    ingress_seconds: float
+
+    @property
+    def least_seconds(self) -> float:
+        """Least time of the whole plan, reached if everything overlaps."""
+        return max(self.egress_seconds, self.ingress_seconds)
+
+    @property
+    def bytes_within_hosts(self) -> int:
+        """Bytes that stay on one host."""
+        return sum(link.nbytes for link in self.links if link.within_host)
+
+
+def traffic_of(
+    plan: Plan, sources: Sequence[Manifest], destinations: Sequence[Manifest], speeds: LinkSpeeds
+) -> Traffic:
+    """Sums the bytes of a plan, or of one rank's part, in the dtype in which they arrive."""
+    host_of_source = {manifest.rank: manifest.host for manifest in sources}
+    host_of_destination = {manifest.rank: manifest.host for manifest in destinations}
+    links = tuple(
+        Link(
+            source,
+            destination,
+            nbytes,
+            host_of_source[source] == host_of_destination[destination],
+        )
+        for (source, destination), nbytes in plan.nbytes_by_link.items()
+    )
+    sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
+    egress, ingress = defaultdict[tuple[int, bool], int](int), defaultdict[tuple[int, bool], int](int)
+    for link in links:
+        sent[link.source] += link.nbytes
+        received[link.destination] += link.nbytes
+        egress[link.source, link.within_host] += link.nbytes
+        ingress[link.destination, link.within_host] += link.nbytes
+    return Traffic(
+        links=links,
+        sent=dict(sorted(sent.items())),
+        received=dict(sorted(received.items())),
+        egress_seconds=_slowest(egress, speeds),
+        ingress_seconds=_slowest(ingress, speeds),
+    )
+
+
+def _slowest(totals: Mapping[tuple[int, bool], int], speeds: LinkSpeeds) -> float:
+    return max(
+        (
+            nbytes / (speeds.within_host if within_host else speeds.between_hosts)
+            for (_, within_host), nbytes in totals.items()
+        ),
+        default=0.0,
+    )

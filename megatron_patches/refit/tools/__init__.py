@@ -1,0 +1,1 @@
+"""The commands of ``python -m megatron_patches.refit``, one per file."""

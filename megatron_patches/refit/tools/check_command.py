@@ -1,0 +1,192 @@
+"""``python -m megatron_patches.refit check``: whether trainer and engines give the same tokens the same probability."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel
+from megatron_patches.refit.command import fail, is_first
+from megatron_patches.refit.control.exchange import default_exchange, on_first
+from megatron_patches.refit.control.http_calls import HttpCalls
+from megatron_patches.refit.errors import ModelMismatchError, RefitError
+from megatron_patches.refit.progress import Progress, shown_progress
+from megatron_patches.refit.tools import push_command
+from megatron_patches.refit.tools.scoring import log_probabilities
+from megatron_patches.refit.trainer import push_flags
+
+
+class Samples(msgspec.Struct):
+    """Text that an engine has generated.
+
+    Attributes:
+        tokens: ``[samples, prompt + answer]``.
+        log_probabilities: log-probabilities of the answers' tokens, as the engine sampled them.
+    """
+
+    tokens: list[list[int]]
+    log_probabilities: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a trainer's log-probabilities of an engine's samples differ from the engine's own.
+
+    Attributes:
+        tokens: number of tokens compared.
+        kl: estimate of KL(engine || trainer) in nats per token: the mean of ``r - 1 - log r``, where r is the ratio of
+            the trainer's probability to the engine's. Unbiased and never negative
+            (http://joschu.net/blog/kl-approx.html, k3).
+        mean: mean absolute difference of log-probabilities.
+        largest: largest absolute difference.
+    """
+
+    tokens: int
+    kl: float
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, engine: torch.Tensor, trainer: torch.Tensor) -> Agreement:
+        """Compares two tensors of one shape."""
+        difference = trainer.double() - engine.double()
+        kl = (difference.exp() - 1 - difference).mean()
+        return cls(difference.numel(), float(kl), float(difference.abs().mean()), float(difference.abs().max()))
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``check``."""
+    check = commands.add_parser(
+        "check",
+        help="push a checkpoint into running vLLM servers, and compare probabilities",
+        description="Pushes a Megatron checkpoint as `push` does. Before and after, the servers continue random "
+        "prompts, and the model of the checkpoint says how likely it finds each of their tokens. After the push both "
+        "must agree.",
+    )
+    push_command.add_options(check, "checking")
+    check.add_argument(
+        "--samples", type=_positive, default=16, metavar="N", help="of each server; %(default)s by default"
+    )
+    check.add_argument(
+        "--prompt-tokens", type=_positive, default=8, metavar="N", help="in a prompt; %(default)s by default"
+    )
+    check.add_argument(
+        "--answer-tokens", type=_positive, default=32, metavar="N", help="in an answer; %(default)s by default"
+    )
+    check.add_argument("--seed", type=int, default=1, help="of prompts and samples; %(default)s by default")
+    check.add_argument(
+        "--most-kl",
+        type=float,
+        default=1e-2,
+        metavar="NATS",
+        help="of engine and trainer after the push, a token; what two implementations in bfloat16 differ by is less; "
+        "%(default)s by default",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    first = is_first()
+    try:
+        with shown_progress(first) as progress:
+            found = _check(options, progress)
+        if first:
+            Console().print(_table(found))
+        for url, (_, after) in found.items():
+            if not after.kl <= options.most_kl:
+                raise ModelMismatchError(
+                    f"KL({url} || trainer) is {after.kl:.2g} after the push, more than --most-kl {options.most_kl:g}; "
+                    "the weights arrived bit for bit, so the two compute another model from them: compare their "
+                    "configurations and kernels"
+                )
+    except (RefitError, ValueError) as error:
+        return fail(error, speaks=first, leads=first)
+    if first:
+        sys.stdout.write(f"trainer and {len(found)} engine(s) agree\n")
+    return 0
+
+
+def _check(options: argparse.Namespace, progress: Progress) -> dict[str, tuple[Agreement, Agreement]]:
+    """The agreement of each engine with the trainer, before and after a push."""
+    timeout_s, credentials = options.timeout_minutes * 60, push_flags.credentials_from(options)
+    asked = [HttpCalls(url, timeout_s, credentials) for url in options.engines]
+    with push_command.session_of(options, progress) as (session, found):
+        progress.phase("ask before", 0)
+        before = [_agreement(server, found, options) for server in asked]
+        push_command.prepare_and_push(session, found, options, progress)
+        progress.phase("ask after", 0)
+        after = [_agreement(server, found, options) for server in asked]
+    return {server.url: pair for server, pair in zip(asked, zip(before, after, strict=True), strict=True)}
+
+
+def _agreement(server: HttpCalls, model: CheckpointModel, options: argparse.Namespace) -> Agreement:
+    """The model's agreement with a server on the server's samples. Collective."""
+    exchange = default_exchange()
+    samples = on_first(exchange, partial(_ask, server, model.vocab_size, options))
+    scores = log_probabilities(model.chunks, torch.tensor(samples.tokens))
+    known = next(
+        scores for scores in exchange.gather(None if scores is None else scores.tolist()) if scores is not None
+    )
+    return Agreement.of(torch.tensor(samples.log_probabilities), torch.tensor(known)[:, options.prompt_tokens - 1 :])
+
+
+def _ask(server: HttpCalls, vocab_size: int, options: argparse.Namespace) -> Samples:
+    """Samples from a server, drawn from the model's own distribution.
+
+    Raises:
+        RefitError: if the server does not answer, or refuses such requests.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    prompts = torch.randint(vocab_size, (options.samples, options.prompt_tokens), generator=generator).tolist()
+    name = server.call("GET", "v1/models")["data"][0]["id"]
+    answer = server.call(
+        "POST",
+        "v1/completions",
+        {
+            "model": name,
+            "prompt": prompts,
+            "max_tokens": options.answer_tokens,
+            "seed": options.seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+            # Every setting that a model's generation_config.json may change.
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        },
+    )
+    choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return msgspec.convert(
+        {
+            "tokens": [[*prompt, *choice["token_ids"]] for prompt, choice in zip(prompts, choices, strict=True)],
+            "log_probabilities": [choice["logprobs"]["token_logprobs"] for choice in choices],
+        },
+        Samples,
+    )
+
+
+def _table(found: dict[str, tuple[Agreement, Agreement]]) -> Table:
+    table = Table(title="log-probabilities of what the engines write: trainer less engine")
+    for column in ("engine", "push", "tokens", "KL, nats", "mean |d|", "largest |d|"):
+        table.add_column(column, justify="left" if column in ("engine", "push") else "right")
+    for url, pair in found.items():
+        for when, one in zip(("before", "after"), pair, strict=True):
+            table.add_row(url, when, str(one.tokens), f"{one.kl:.2e}", f"{one.mean:.2e}", f"{one.largest:.2e}")
+    return table
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)

@@ -1,0 +1,156 @@
+"""The engines of a training run, on its first rank: those to push to, and those that failed and are polled.
+
+[Note: returning] An engine that failed is taken back when it says that it is up. That may be wrong, for example if a
+worker hangs. So it is not polled until ten times the duration of its failure has passed: a run spends at most a tenth
+of its time on engines that are not well.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.trainer.engines import EngineClient, HttpEngine, check_given_once
+from megatron_patches.refit.transports.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 5.0  # between polls
+_COST_FACTOR = 10.0  # see [Note: returning]
+
+
+@dataclass
+class _Lost:
+    """An engine that failed.
+
+    Attributes:
+        engine: the engine.
+        not_before: time of ``time.monotonic()`` before which it is not polled.
+        answers: whether it has answered since.
+    """
+
+    engine: EngineClient
+    not_before: float
+    answers: bool = False
+
+
+class Roster:
+    """The engines that are to be served. Its methods may be called from any thread.
+
+    Args:
+        came: called with each engine that answers again after it failed.
+    """
+
+    def __init__(self, came: Callable[[EngineClient], None] = lambda _: None) -> None:
+        self._came = came
+        self._engines: list[EngineClient] = []
+        self._lost: list[_Lost] = []
+        self._servers: dict[str, EngineClient] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def attached(self) -> list[EngineClient]:
+        """All engines, in order, those that failed included."""
+        with self._lock:
+            return list(self._engines)
+
+    @property
+    def present(self) -> list[EngineClient]:
+        """The engines that take part, in order."""
+        with self._lock:
+            lost = {id(one.engine) for one in self._lost}
+            return [engine for engine in self._engines if id(engine) not in lost]
+
+    def add(self, engines: Sequence[EngineClient]) -> None:
+        """Adds engines.
+
+        Raises:
+            ValueError: if one is given twice.
+        """
+        with self._lock:
+            check_given_once([*self._engines, *engines])
+            self._engines += engines
+
+    def remove(self, name: str) -> None:
+        """Removes an engine.
+
+        Raises:
+            ValueError: if there is no engine of this name.
+        """
+        with self._lock:
+            left = [engine for engine in self._engines if engine.name != name]
+            if len(left) == len(self._engines):
+                known = ", ".join(engine.name for engine in self._engines)
+                raise ValueError(f"there is no engine {name}; attached are {known or 'none'}")
+            self._engines = left
+            self._lost = [lost for lost in self._lost if lost.engine.name != name]
+
+    def set(self, engines: Sequence[EngineClient]) -> None:
+        """Replaces all engines.
+
+        Raises:
+            ValueError: if one is given twice.
+        """
+        check_given_once(engines)
+        with self._lock:
+            self._engines, self._lost, self._servers = list(engines), [], {}
+
+    def check_other(self, engine: EngineClient) -> None:
+        """Refuses a server that is attached under another name. Call it once the server has answered.
+
+        Raises:
+            RefitError: with both names.
+        """
+        server = engine.server if isinstance(engine, HttpEngine) else ""
+        with self._lock:
+            known = self._servers.get(server)
+            if known is not None and known.name != engine.name and known in self._engines:
+                raise RefitError(f"{known.name} and {engine.name} are one server; give it once")
+            if server:
+                self._servers[server] = engine
+
+    def drop(self, engine: EngineClient, cost_s: float) -> None:
+        """Leaves an engine out until it answers.
+
+        Args:
+            engine: the engine.
+            cost_s: seconds lost by its failure.
+        """
+        not_before = time.monotonic() + max(_AGAIN_S, _COST_FACTOR * cost_s)
+        with self._lock:
+            self._lost.append(_Lost(engine, not_before))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._poll, name="refit-roster", daemon=True)
+            self._thread.start()
+
+    def take_back(self) -> list[EngineClient]:
+        """Takes back engines that answer. Returns them."""
+        with self._lock:
+            back = [lost.engine for lost in self._lost if lost.answers]
+            self._lost = [lost for lost in self._lost if not lost.answers]
+        return back
+
+    def close(self) -> None:
+        """Stops polling."""
+        self._closed.set()
+
+    def _poll(self) -> None:
+        while not self._closed.wait(_AGAIN_S):
+            now = time.monotonic()
+            with self._lock:
+                due = [lost for lost in self._lost if not lost.answers and lost.not_before <= now]
+            asking = [(lost, Worker(f"refit-asks-{lost.engine.name}")) for lost in due]
+            answers = [(lost, worker.submit(lost.engine.check_up)) for lost, worker in asking]
+            for lost, answer in answers:
+                if answer.exception() is None:
+                    lost.answers = True
+                    logger.info("refit: %s answers again", lost.engine.name)
+                    self._came(lost.engine)
+            for _, worker in asking:
+                worker.close(0.0)
