@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 _OTHERS_END_S = 15.0
 _KILLED_END_S = 30.0
+_LONGEST_REASON = 2000  # bytes that all ranks can write before anybody reads
 
 
 def run_ranks[Task, Found](
@@ -30,25 +32,49 @@ def run_ranks[Task, Found](
         limit_s: seconds that all may take.
 
     Raises:
-        RuntimeError: if a rank failed, which ends the others, or if the time is over.
+        RuntimeError: if a rank failed, which ends the others, with its reason, or if the time is over.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    processes = [context.Process(target=body, args=(rank, task, sending)) for rank in range(ranks)]
+    hearing, telling = context.Pipe(duplex=False)
+    processes = [context.Process(target=_run_rank, args=(body, rank, task, sending, telling)) for rank in range(ranks)]
     try:
         for process in processes:
             process.start()
         sending.close()
+        telling.close()
         late = _take_all(processes, receiving, take, limit_s)
-        failures = [f"rank {rank} ended with exit status {code}" for rank, code in _failed(processes).items()]
+        reasons = dict(_told(hearing))
+        failures = [
+            f"rank {rank} ended with {reasons.get(rank, f'exit status {code}')}"
+            for rank, code in _failed(processes).items()
+        ]
     finally:
         _end(processes)
         receiving.close()
+        hearing.close()
     if late:
         when = f"{_OTHERS_END_S:g} s later" if failures else f"after {limit_s:g} s"
         failures.append(f"ranks {late} were still busy {when}")
     if failures:
         raise RuntimeError(", ".join(failures))
+
+
+def _run_rank[Task](
+    body: Callable[[int, Task, Connection], None], rank: int, task: Task, sending: Connection, telling: Connection
+) -> None:
+    try:
+        body(rank, task, sending)
+    except Exception as error:
+        telling.send((rank, f"{type(error).__name__}: {error}"[:_LONGEST_REASON]))
+        raise
+
+
+def _told(hearing: Connection) -> Iterator[tuple[int, str]]:
+    """The ranks that have told why they failed, and what they told."""
+    with contextlib.suppress(EOFError):
+        while hearing.poll():
+            yield hearing.recv()
 
 
 def _take_all[Found](

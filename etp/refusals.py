@@ -41,24 +41,33 @@ def refuse_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """
     if shard.layout.num_shards == 1 or not shard.knows_copies:
         return
-    if func in {torch.Tensor.__getitem__, torch.Tensor.__setitem__}:
-        index = args[1]
-        first = index[0] if isinstance(index, tuple) and index else index
-        if isinstance(first, torch.Tensor):
-            by_row = first.dtype is not torch.bool or first.dim() < 2
-        elif isinstance(first, slice):
-            by_row = func is torch.Tensor.__setitem__ and first != slice(None)
-        else:
-            by_row = first is not Ellipsis and first is not None and first != ()
-    else:
-        by_row = kwargs.get("dim", args[1] if len(args) > 1 else 0) in {0, -len(shard.layout.shape)}
-    if by_row:
+    if chooses_rows(func, args, kwargs, len(shard.layout.shape)):
         start, stop = shard.layout.logical_range(shard.group_rank)
         raise TypeError(
             f"{func.__name__} of rows of the data or the gradient of {shard!r}: they are numbered from 0 on every "
             f"rank, so each would take other rows of the weight. This rank has rows {start} to {stop}, without {stop}, "
             "in param.local_shard() and param.grad.local_part(), whose row 0 is the first of these"
         )
+
+
+def chooses_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> bool:
+    """Whether one of ``BY_ROW`` is called for rows by number, as :func:`refuse_rows` counts them.
+
+    Args:
+        func: one of ``BY_ROW``.
+        args: its arguments; the first one is the tensor.
+        kwargs: its keyword arguments.
+        dims: dimensions of the tensor.
+    """
+    if func in {torch.Tensor.__getitem__, torch.Tensor.__setitem__}:
+        index = args[1]
+        first = index[0] if isinstance(index, tuple) and index else index
+        if isinstance(first, torch.Tensor):
+            return first.dtype is not torch.bool or first.dim() < 2
+        if isinstance(first, slice):
+            return func is torch.Tensor.__setitem__ and first != slice(None)
+        return first is not Ellipsis and first is not None and first != ()
+    return kwargs.get("dim", args[1] if len(args) > 1 else 0) in {0, -dims}
 
 
 def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:

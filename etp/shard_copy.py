@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch._guards import TracingContext
 
 from etp.errors import EtpStateError
-from etp.refusals import INITIALISERS, OneOfMany, named_functions
+from etp.refusals import BY_ROW, INITIALISERS, OneOfMany, chooses_rows, named_functions
 
 type Cut = tuple[int, int, int]
 """The shard's index, the number of shards, and the rows of the weight."""
@@ -54,6 +54,23 @@ def refuse_writers(func: Any, cut: Cut | None) -> None:
         )
 
 
+def refuse_rows_of_copy(func: Any, cut: Cut) -> None:
+    """Raise TypeError if ``cut`` is one of several shards, whose rows have other numbers than the weight's.
+
+    A copy may share the shard's memory, as ``param.detach()`` and entries of ``module.state_dict()`` do.
+
+    Args:
+        func: one of ``BY_ROW``, called for rows by number.
+        cut: of the copy that it was called on.
+    """
+    if cut[1] > 1:
+        raise TypeError(
+            f"{func.__name__} of rows of a copy of shard {cut[0]} of {cut[1]} of a weight of {cut[2]} rows: they are "
+            "numbered from 0 on every rank, so each would take other rows of the weight. param.local_shard() is a "
+            "plain tensor of this rank's rows, and param.full_tensor() has all rows"
+        )
+
+
 class WithCut(OneOfMany, torch.Tensor):
     """A tensor that records which shard it holds, even when it is pickled."""
 
@@ -78,7 +95,10 @@ class WithCut(OneOfMany, torch.Tensor):
 
 
 class ShardCopy(WithCut):
-    """A shard or a copy of it, as in state dicts: usable like any tensor, except as a weight, and not drawn anew."""
+    """A shard or a copy of it, as in state dicts: usable like any tensor, except as a weight.
+
+    Random values are refused, and so are rows chosen by number.
+    """
 
     @classmethod
     def of(cls, tensor: torch.Tensor, cut: Cut) -> Self:
@@ -108,6 +128,10 @@ class ShardCopy(WithCut):
                 "same seed would draw the same rows. Initialise before etp.shard_module, pass the values to "
                 "etp.load_full_state_dict, or fill param.local_shard()"
             )
+        if func in BY_ROW:
+            chosen_from = args[0] if args else kwargs["input"]
+            if isinstance(chosen_from, cls) and chooses_rows(func, args, kwargs, chosen_from.dim()):
+                refuse_rows_of_copy(func, chosen_from.etp_cut)
         if func in ASKED_BY_WRITERS:
             refuse_writers(func, copies[0].etp_cut)
         with torch._C.DisableTorchFunctionSubclass():

@@ -165,6 +165,29 @@ def test_rows_of_data_and_gradients_are_not_chosen_by_number(shard: Any) -> None
         assert torch.ones(ROWS, COLUMNS)[own > 4].numel() == ROWS
 
 
+def test_rows_of_a_copy_are_not_chosen_by_number(shard: Any) -> None:
+    """As in ``table.weight.detach()[padding_idx].zero_()``, and in ``module.state_dict()["table.weight"][5] = row``."""
+    before = shard.local_shard().clone()
+    for made in (shard.detach(), shard.detach().clone(), shard.data.double()):
+        for refused in (
+            lambda own=made: own[3].zero_(),
+            lambda own=made: own.__setitem__(slice(0, 2), 0),
+            lambda own=made: own.index_fill_(0, torch.tensor([1]), 0.0),
+            lambda own=made: torch.select(input=own, dim=0, index=3),
+        ):
+            with pytest.raises(TypeError, match=r"rows of a copy of shard 1 of 4 of a weight of 32 .*local_shard"):
+                refused()
+    assert torch.equal(shard.local_shard(), before)
+    own = shard.detach()
+    own[own > 1] = 1
+    own[:, 1] = 4
+    own.select(1, 2).fill_(5)
+    assert torch.equal(own[:2], shard.local_shard()[:2])
+    whole = ShardCopy.of(torch.ones(ROWS, COLUMNS), (0, 1, ROWS))
+    whole[3] = 2
+    assert whole[3].tolist() == [2, 2, 2]
+
+
 def test_data_is_an_ordinary_tensor_but_not_drawn_anew(shard: Any) -> None:
     group = WeightGroup([shard], shard.group)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,17})(?!\d)")
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,17})(?!\d)", re.ASCII)
 _HOLE = "{}"
 
 Axis = tuple[int, int, int]
