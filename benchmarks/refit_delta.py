@@ -1,4 +1,4 @@
-"""Sends versions of which a share of the elements changed, as changes and whole, over a TCP link of a given speed.
+"""Sends versions in which a share of the elements changed, whole and as deltas, over a TCP link of a given speed.
 
 python -m benchmarks.refit_delta [--gigabytes-per-second 1] [--json FILE]
 

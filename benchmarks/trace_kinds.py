@@ -1,4 +1,4 @@
-"""GPU time of a traced step by kind of work, told by the names of kernels and copies.
+"""GPU time of a traced step by kind of work, as the names of kernels and copies show it.
 
 ::
 

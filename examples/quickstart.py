@@ -2,8 +2,8 @@
 
 ``make quickstart`` runs it. Four processes train over gloo, ETP 2 x DP 2, on the Python standard library's sources;
 no GPU is needed. The checkpoint is exported to Hugging Face's format, loaded with ``transformers`` and compared with
-Megatron's own output. Then vLLM starts with random weights, is given the trained ones while it runs, and again after
-20 more steps of training: bit by bit the same code as on a cluster. ``--no-vllm`` leaves that part out.
+Megatron's own output. Then vLLM starts with random weights. It receives the trained ones while it runs, and again after
+20 more steps of training, through the same code as on a cluster. ``--no-vllm`` leaves that part out.
 """
 
 from __future__ import annotations

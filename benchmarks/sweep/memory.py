@@ -1,4 +1,4 @@
-"""What a rank needs of its GPU's memory, in closed form: held between two steps, and the most within one.
+"""The GPU memory that a rank needs, in closed form: between two steps, and at the peak of one.
 
 The formulas for weights, slots and rings are those of :func:`benchmarks.train_shapes.held`; those for what a step adds
 are explained in docs/sweep.md. ``tests/unit/test_sweep_predictions.py`` compares all of them with measurements.

@@ -1,4 +1,4 @@
-"""Chooses among layouts: which fit, in the order of their predicted speed, and runs the first ones."""
+"""Chooses the layouts that fit, orders them by predicted speed, and runs the first ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Trains a small model by GRPO on one machine, with vLLM servers that get its weights after each step.
 
-``make grpo`` runs it on the CPU. A byte-level model reads an exercise sheet of sums (``sums.py``), by four processes.
-It can add then, but mostly goes on with another sum, as the sheet does. ``train.py`` teaches the model to answer and
-stop, from nothing but samples of the live server. A table and a plot show how.
+``make grpo`` runs it on the CPU. Four processes first pretrain a byte-level model on an exercise sheet of sums
+(``sums.py``). The model can then add, but mostly goes on with another sum, as the sheet does. ``train.py`` teaches it
+to answer and stop, with nothing but samples from the live server. A table and a plot show the result.
 
 With ``--device cuda`` the first GPUs train, one for each of ``--ranks``, and each of the next ones runs a server.
 """

@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit``: its commands. Those that hold a model run alone or under torchrun."""
+"""``python -m megatron_patches.refit``: its commands. Those that load a model run in one process or under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command on several processes together, of which one speaks for all."""
+"""Runs a command on several processes together; the first one prints its progress and result."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Publishes weights from verl: its checkpoint engine ``etp``, for ``checkpoint_engine.custom_backend_module``.
 
-[Note: verl] verl hands a checkpoint engine whole tensors, gathered one by one, and has its workers beside vLLM's load
-what comes out at the other end. Neither happens here. An actor of :class:`EtpFSDPEngine` hands over its module with the
-tensors, whose ranks send their own shards; vLLM's workers, which have the plugin of this package, receive and commit
-them. So verl's workers receive nothing, which its ``delta_flush`` updates take for "no weight has changed": they leave
-vLLM alone, and note the step. verl has paused the servers meanwhile, and resumes them.
+[Note: verl] verl passes a checkpoint engine whole tensors, gathered one by one, and has its own workers, which run
+beside vLLM's, load what comes out at the other end. Neither happens here. An actor of :class:`EtpFSDPEngine` passes its
+module along with the tensors. The actor's ranks send their own shards, and vLLM's workers, in which the plugin of
+``megatron_patches`` runs, receive and commit them. verl's workers get an empty update of the kind ``delta_flush``,
+which means "no weight has changed": they leave vLLM alone, and record the step. verl pauses the servers before the
+update and resumes them after it.
 """
 
 from __future__ import annotations

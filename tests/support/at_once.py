@@ -1,4 +1,4 @@
-"""Says which test fails when it fails, and which were under way when a run was ended.
+"""Says which test fails when it fails, and which tests were in progress when a run was ended.
 
 pytest names failures at the end. A run on GPUs may have no end: time there is limited, and ``timeout`` ends it.
 """

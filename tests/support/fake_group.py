@@ -1,4 +1,4 @@
-"""One process that believes to be a rank of a group: for code that asks for sizes and ranks, not for collectives."""
+"""One process in the role of a rank of a group: for code that asks for sizes and ranks, but runs no collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that becomes full, as far as one process can tell."""
+"""A disk that looks full to one process."""
 
 from __future__ import annotations
 

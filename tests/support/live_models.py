@@ -1,4 +1,4 @@
-"""Live Megatron models of given configurations, as one process builds them that believes to be some rank of a mesh.
+"""Live Megatron models of given configurations, built by one process in the role of any rank of a mesh.
 
 Building a model moves nothing between ranks, so a "fake" process group will do.
 """

@@ -1,4 +1,4 @@
-"""Processes that are new and have imported already what takes long: copies of a process that does nothing else.
+"""New processes that have already imported what takes long: copies of a process that does nothing else.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A platform of verl for tests: a CPU, which verl takes for an NVIDIA GPU where it chooses its engines.
+"""A platform of verl for tests: a CPU that verl treats as an NVIDIA GPU when it chooses its engines.
 
 Named in ``VERL_USE_EXTERNAL_MODULES``, with ``VERL_PLATFORM=cpu``.
 """

@@ -1,4 +1,4 @@
-"""What a vLLM worker holds, told by digests; also over HTTP, for a server started with the extension below."""
+"""Digests of what a vLLM worker holds; also over HTTP, for a server started with the extension below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a vLLM server that take as long as a test wants, so that it meets them under way on any machine.
+"""Requests to a vLLM server that take as long as a test wants, so that the test finds them in progress on any machine.
 
 vLLM imports this module in a server that is started with ``vllm_server.PACED``.
 """

@@ -1,4 +1,4 @@
-"""vLLM's sleep mode on CPUs, where it has none: what sleeps loses its content, as far as one can tell.
+"""vLLM's sleep mode on CPUs, where it has none: what sleeps is overwritten, as a GPU's released memory would be lost.
 
 The scheduler and the executor, which keep the tags that sleep, are vLLM's own. Here a worker overwrites what its GPU
 worker would give back, and restores what that would restore: at level 1 everything of the model, at level 2 buffers.

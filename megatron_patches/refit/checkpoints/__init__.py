@@ -1,1 +1,1 @@
-"""Checkpoints as files, of Megatron and of Hugging Face: read, written, matched with a run, and quantized."""
+"""Checkpoints as files, of Megatron and of Hugging Face: read, written, and compared with a run's model."""

@@ -48,7 +48,7 @@ class Assembly:
             server's process may hang; None for no limit.
 
     Args:
-        invitation: from :class:`Rendezvous`.
+        invitation: from :class:`megatron_patches.refit.control.rendezvous.Rendezvous`.
         party: this party's number, from 0.
         name: for messages, such as "trainer rank 3 on host a".
 

@@ -1,8 +1,8 @@
-"""Scales of KV caches in FP8, which a trainer gives with a version, and the tensors as which they travel.
+"""Scales of KV caches in FP8, which a trainer publishes with a version, and the tensors in which they travel.
 
 [Note: KV scales] vLLM stores ``key / k_scale`` and ``value / v_scale`` in FP8. Each scale travels as a tensor of one
-fp32 number, planned, proved and verified like a weight. Their names are no names of a checkpoint, because engines find
-their attention layers by the trainer's name or number of the layer: ``kv_scales/LAYER/k_scale``.
+fp32 number, planned, proved and verified like a weight. No checkpoint has these tensors. Their names,
+``kv_scales/LAYER/k_scale``, contain the trainer's name or number of the layer, by which engines find the layer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds the mapping files, and the family of a model among them.
 
-A mapping file is a module of this package with a constant ``FAMILY``; nothing else refers to it.
+A mapping file is a module of ``models`` with a constant ``FAMILY``; nothing else refers to it.
 """
 
 from __future__ import annotations

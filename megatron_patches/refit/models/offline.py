@@ -1,7 +1,7 @@
 """Describes what a trainer rank would hold, from a model's family and the mesh: no Megatron, no tensors.
 
-The counterpart of ``describe``, which examines a live model; a test compares the two, rank by rank. Plans for clusters
-that do not exist are made from these descriptions.
+The counterpart of :mod:`megatron_patches.refit.source.describe`, which examines a live model; a test compares the two,
+rank by rank. Plans for clusters that do not exist are made from these descriptions.
 """
 
 from __future__ import annotations

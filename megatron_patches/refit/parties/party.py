@@ -62,7 +62,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         """What all parties have agreed on.
 
         Raises:
-            PartyFailedError: before :meth:`prepare` has succeeded.
+            PartyFailedError: before ``prepare`` has succeeded.
         """
         if self._agreed is None:
             raise PartyFailedError(f"{self._assembly.name} has no plan; prepare() has not succeeded")
@@ -73,7 +73,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         """The transport of packets.
 
         Raises:
-            PartyFailedError: before :meth:`prepare` has succeeded, if the parties choose.
+            PartyFailedError: before ``prepare`` has succeeded, if the parties choose.
         """
         if self._transport is None:
             raise PartyFailedError(f"{self._assembly.name} has chosen no transport; prepare() has not succeeded")

@@ -281,7 +281,7 @@ def _box_of_run(templates: Sequence[Template], stops: NDArray[np.int64], run: in
 
 
 def _numbers_at(region: Region, place: int) -> Numbers:
-    """The numbers of the name at an index of :func:`numbers_of`."""
+    """The numbers of the name at an index of :func:`megatron_patches.refit.planning.grids.numbers_of`."""
     places = np.unravel_index(place, [count for _, _, count in region.axes]) if region.axes else ()
     return tuple(begin + step * int(index) for (begin, step, _), index in zip(region.axes, places, strict=True))
 

@@ -1,4 +1,4 @@
-"""Parts of boxes that move from a source to a destination, one by one and as grids, and their order."""
+"""Parts of boxes that move from a source to a destination, one by one or as grids, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit simulate``: what a refit of a fleet costs each worker, held against targets."""
+"""``python -m megatron_patches.refit simulate``: what a refit of a fleet costs each worker, compared with targets."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class RefitOptions:
         weight_format: the format of the weights that engines receive; the same as that of the engines' own checkpoints.
         host: address at which engines can reach this process.
         allow_narrowing: whether an engine may keep a weight in a dtype that cannot hold every value of the trainer's,
-            if its own loader would round a checkpoint in the same way. Otherwise :meth:`RefitSession.prepare` refuses.
+            if its own loader would round a checkpoint in the same way. Otherwise ``RefitSession.prepare`` refuses.
         lease_s: seconds without a message from this process after which engines continue without it: a paused server
             with its old or new weights, a worker that is receiving with the old ones. Also the seconds after which the
             trainer gives up a worker whose process is stopped, or whose machine or network is lost.

@@ -6,10 +6,10 @@ packets are announced and slots returned. For the payload it has a pair of :clas
 ``receiving`` do everything that transports have in common; one module per transport makes the wires.
 
 [Note: progress] Links are independent: each has its own slots on both sides. A source fills any free slot, and a
-destination takes any packet that has arrived. So whatever the layout and however small the slots, a source with data
-left waits only for a slot of the same link, and that slot returns as soon as its destination has unpacked it. No cycle
-of waits can arise. Where links do share something, namely the queue of an NCCL communicator, a source's links take
-turns: [Note: turns] in the module ``turns``.
+destination takes any packet that has arrived. So whatever the layout and however small the slots, a source that still
+has data to send waits only for a slot of the same link, and that slot returns as soon as its destination has unpacked
+it. No cycle of waits can arise. Where links do share something, namely the queue of an NCCL communicator, a source's
+links take turns: [Note: turns] in the module ``turns``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which network interfaces (NICs) UCX may use for the memory of one GPU, by option or by topology.
 
-NICs have UCX's names: ``mlx5_0:1`` is port 1 of an RDMA NIC, ``eth0`` an IP interface. The file system ``/sys`` tells
-which there are, which of them are up, and where they are in the PCI tree.
+NICs have UCX's names: ``mlx5_0:1`` is port 1 of an RDMA NIC, ``eth0`` an IP interface. ``/sys`` shows which NICs
+there are, which of them are up, and where they are in the PCI tree.
 """
 
 from __future__ import annotations

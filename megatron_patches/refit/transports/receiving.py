@@ -68,7 +68,7 @@ class ReceivingEnd:
         frames.prepare(self._listener)
 
     def offer(self, slot_bytes: int) -> Offer:
-        """What other parties must know of this end; arguments as for :class:`SendingEnd`, without the memory."""
+        """What other parties must know of this end; arguments as for ``sending.SendingEnd``, without the memory."""
         return Offer(
             address=self._address,
             slot_bytes=slot_bytes,
@@ -82,7 +82,7 @@ class ReceivingEnd:
     def connect(
         self, offers: Mapping[int, Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
     ) -> None:
-        """Waits until every source that sends something has made its link; arguments as for :class:`SendingEnd`.
+        """Waits until every source that sends something has made its link; arguments as for ``sending.SendingEnd``.
 
         Raises:
             PlanMismatchError: if a source follows another plan.

@@ -1,7 +1,7 @@
 """An engine worker's part in a session about a LoRA adapter: receives versions, and writes or drops them.
 
 Nothing that serves changes, so the engine answers requests all the while. A version that all workers of the engine have
-written is added by vLLM itself, at the word of the trainer; see [Note: adapter versions].
+written is added by vLLM itself, when the trainer asks for it; see [Note: adapter versions].
 """
 
 from __future__ import annotations

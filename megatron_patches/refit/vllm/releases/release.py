@@ -222,7 +222,7 @@ class Release:
 
 
 def _is_block_fp8(quantization: Any) -> bool:
-    """Whether linear layers are loaded in block FP8; see [Note: block FP8] in ``refit/weight_format.py``."""
+    """Whether linear layers are loaded in block FP8; see [Note: block FP8] in ``refit/layout/weight_format.py``."""
     return (
         type(quantization) is Fp8Config
         and quantization.is_checkpoint_fp8_serialized
