@@ -141,7 +141,7 @@ def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_the_way_of_one_box_is_as_it_is_told() -> None:
-    page = (ROOT / "docs" / "refit.md").read_text().partition("## The way of one box\n")[2]
+    page = (ROOT / "docs" / "refit.md").read_text().partition("## The path of one box\n")[2]
     (code, printed), *_ = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=120
