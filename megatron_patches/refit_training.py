@@ -64,15 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=RefitOptions().timeout_s,
         metavar="SECONDS",
-        help="end a push with an error if a trainer rank or an engine worker lags this far behind the first to finish "
-        "a step of it; %(default)s by default",
+        help="end a push with an error if a trainer rank or an engine worker lags this far behind the first one to "
+        "finish a step; %(default)s by default",
     )
     group.add_argument(
         "--refit-on-failure",
         choices=list(_ON_FAILURE),
         default="continue",
-        help="what to do when an engine fails: continue trains on, pushes to the others, and takes it back when it "
-        "answers again; stop ends the run after this step, with a checkpoint if --save is given; %(default)s by "
+        help="what to do when an engine fails: continue keeps training, pushes to the others, and takes it back when "
+        "it answers again; stop ends the run after this step, with a checkpoint if --save is given; %(default)s by "
         "default",
     )
     group.add_argument(
@@ -80,14 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=RefitOptions().lag_s,
         metavar="SECONDS",
-        help="with --refit-on-failure continue, how long a push waits for an engine that still commits the version "
-        "before; then that engine misses the version; %(default)s by default",
+        help="with --refit-on-failure continue, how long a push waits for an engine that is still committing "
+        "the version before; then that engine misses the version; %(default)s by default",
     )
     group.add_argument(
         "--refit-fan-out",
         action="store_true",
-        help="let an engine that starts late, comes back or missed a version take the version that other engines serve "
-        "from them; without it, it waits for the next push. Engines then connect to each other",
+        help="let an engine that starts late, comes back or missed a version take the current one from engines that "
+        "serve it; without the flag, it waits for the next push. Engines then connect to each other",
     )
     group.add_argument(
         "--refit-fan-out-width",
@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--refit-wait",
         action="store_true",
-        help="go on with the next step only when all engines serve the weights of this one; without it they commit "
-        "meanwhile, and may answer with the version before for some time",
+        help="start the next step only when all engines serve the weights of this one; without it, they commit during "
+        "the next step, and answer with the previous version until then",
     )
     group.add_argument(
         "--refit-telemetry",

@@ -160,9 +160,11 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, default=Path("grpo-out"), help="folder for all that is written")
+    parser.add_argument("--output", type=Path, default=Path("grpo-out"), help="output folder")
     parser.add_argument("--steps", type=int, default=60, help="steps of GRPO (%(default)s)")
-    parser.add_argument("--pretraining", type=int, default=250, metavar="STEPS", help="of pretraining (%(default)s)")
+    parser.add_argument(
+        "--pretraining", type=int, default=250, metavar="STEPS", help="steps of pretraining (%(default)s)"
+    )
     parser.add_argument("--device", choices=tuple(SHEETS), default="cpu", help="%(default)s by default")
     parser.add_argument(
         "--model",
@@ -174,12 +176,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--engine-python", default=sys.executable, metavar="PYTHON", help="interpreter of vLLM's environment"
     )
-    parser.add_argument("--stale", action="store_true", help="also train with pushes left out, to compare")
-    parser.add_argument("--asynchronous", action="store_true", help="sample the next step while one is trained")
-    parser.add_argument("--pause", choices=("wait", "keep"), default="wait", help="requests in flight end, or go on")
-    parser.add_argument("--kl", type=float, metavar="WEIGHT", help="weight of KL to the pretrained model; 0 shows it")
+    parser.add_argument("--stale", action="store_true", help="also train without pushes, for comparison")
+    parser.add_argument("--asynchronous", action="store_true", help="sample the next step during training")
+    parser.add_argument(
+        "--pause", choices=("wait", "keep"), default="wait", help="requests in flight finish first, or continue"
+    )
+    parser.add_argument(
+        "--kl", type=float, metavar="WEIGHT", help="weight of KL to the pretrained model; 0 only reports it"
+    )
     parser.add_argument("--engines", type=int, default=1, help="servers (%(default)s)")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the last server then, and start it again")
+    parser.add_argument(
+        "--kill-at", type=int, metavar="STEP", help="kill the last server after this step, and restart it"
+    )
     parser.add_argument("--flags", default="", help="further flags of train.py, such as '--grpo-clip 0.3'")
     options = parser.parse_args()
     if options.engine_python == sys.executable and importlib.util.find_spec("vllm") is None:

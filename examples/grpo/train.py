@@ -44,19 +44,23 @@ Group = list[Sample]
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of GRPO."""
     group = parser.add_argument_group("grpo")
-    group.add_argument("--grpo-prompts", type=Path, required=True, metavar="FILE", help="lines of prompt and answer")
-    group.add_argument("--grpo-held-out", type=Path, metavar="FILE", help="the same, to measure accuracy on")
+    group.add_argument(
+        "--grpo-prompts", type=Path, required=True, metavar="FILE", help="prompts and correct answers, one per line"
+    )
+    group.add_argument("--grpo-held-out", type=Path, metavar="FILE", help="the same, for measuring accuracy")
     group.add_argument(
         "--grpo-held-out-interval", type=int, default=10, metavar="N", help="measure before each Nth step"
     )
-    group.add_argument("--grpo-samples", type=int, default=8, metavar="N", help="answers to each prompt")
-    group.add_argument("--grpo-tokens", type=int, default=16, metavar="N", help="tokens of the longest answer")
+    group.add_argument("--grpo-samples", type=int, default=8, metavar="N", help="answers per prompt")
+    group.add_argument("--grpo-tokens", type=int, default=16, metavar="N", help="maximum tokens per answer")
     group.add_argument("--grpo-reward", default="examples.grpo.reward:exact_number", metavar="MODULE:FUNCTION")
     group.add_argument("--grpo-clip", type=float, default=0.2, help="how far ratios of probabilities may move from 1")
-    group.add_argument("--grpo-reference", metavar="URL", help="an engine of the reference, which is not pushed to")
+    group.add_argument("--grpo-reference", metavar="URL", help="a server of the reference model, which gets no pushes")
     group.add_argument("--grpo-kl", type=float, default=0.0, help="weight of KL(trainer || reference) in the loss")
-    group.add_argument("--grpo-lag", type=int, choices=(0, 1), default=0, help="1 samples the next step while training")
-    group.add_argument("--grpo-log", type=Path, metavar="FILE", help="where each step's samples are written, as JSON")
+    group.add_argument(
+        "--grpo-lag", type=int, choices=(0, 1), default=0, help="1 samples the next step during training"
+    )
+    group.add_argument("--grpo-log", type=Path, metavar="FILE", help="file for the samples of each step, as JSON lines")
     return parser
 
 

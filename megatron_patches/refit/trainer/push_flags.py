@@ -19,8 +19,8 @@ _HELP: Mapping[str, str] = MappingProxyType(
         "transport": "how weights travel: shm and cuda_ipc within one host, the others everywhere, auto the fastest "
         "that reaches all engines",
         "staging_bytes": "the most memory that packets take in one process, on either side",
-        "pause": "what becomes of requests under way when new weights take effect: wait lets them end first, abort "
-        "ends them, keep lets them go on with the new weights",
+        "pause": "what happens to requests in flight when new weights take effect: wait lets them finish first, "
+        "abort aborts them, keep continues them with the new weights",
         "memory": "where engines receive new weights: beside those that serve, which takes memory for a second copy, "
         "or in_place, which pauses the engines from before the first byte",
         "sleeping": "what a push does with an engine that sleeps at level 1 or 2: refuse it, wake it, or wake it and "
@@ -32,10 +32,10 @@ _HELP: Mapping[str, str] = MappingProxyType(
         "nics": "which network interfaces nixl may use on the trainer's side: auto for the RDMA NICs closest to each "
         "GPU, all for those that UCX chooses, a list such as mlx5_0,mlx5_1, or one for each GPU such as "
         "0=mlx5_0+mlx5_1,1=mlx5_2",
-        "host": "address of the trainer's first machine that engines reach",
-        "allow_narrowing": "push also where an engine keeps a weight in a narrower type than the trainer, and rounds "
-        "it",
-        "lease_s": "how long engines wait for a sign of life of the trainer before they go on without it",
+        "host": "address at which engines can reach the trainer's first machine",
+        "allow_narrowing": "also push weights that an engine keeps in a narrower type than the trainer, which rounds "
+        "them",
+        "lease_s": "how long engines wait for a sign of life from the trainer before they continue without it",
     }
 )
 """Help of the flag of each option of :class:`RefitOptions`. A flag is named as its option, without the unit."""
@@ -73,8 +73,8 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
         f"--{prefix}headers-file",
         type=Path,
         metavar="FILE",
-        help="file with further headers of requests to engines, such as a proxy wants, one 'Name: value' a line; with "
-        "VLLM_API_KEY set, that key is sent without being told to",
+        help="file with extra headers for requests to engines, such as those that a proxy requires, one 'Name: value' "
+        "per line; if VLLM_API_KEY is set, that key is sent as well",
     )
 
 
