@@ -10,8 +10,10 @@ cannot describe shards with padding.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from etp.collectives.works import gather_objects
 from etp.copies import Part, differing_copies
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.layout import ShardLayout
@@ -142,6 +145,7 @@ class ShardedCheckpoint:
         self._process_group = process_group
         self._optimizer = optimizer
         self._made: dict[torch.Tensor, dict[str, Any]] = {}
+        self._held: list[list[str]] = []
         self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
@@ -162,20 +166,23 @@ class ShardedCheckpoint:
         Saving it is refused if ranks hold parameters of equal names with different values.
 
         Raises:
-            ValueError: naming state of the optimizer that is not element-wise, or a shard that is hidden by a hook.
+            ValueError: naming state of the optimizer that is not element-wise, or a shard that is hidden by a hook, or
+                if ranks have different numbers of parameter groups.
         """
         state = self._module.state_dict(keep_vars=True)
         refuse_hidden_shards(self._module, state)
         refusal = self._refusal()
         found: dict[str, Any] = {"model": {name: _entry(value, refusal) for name, value in state.items()}}
         if self._optimizer is not None:
+            groups = self._param_groups(self._optimizer)
+            self._held = [group["params"] for group in groups]
             self._made = _missing_state(self._optimizer)
             found["optimizer"] = {
                 "state": {
                     self._names[param]: {key: self._of_state(param, key, value) for key, value in values.items()}
                     for param, values in {**self._optimizer.state, **self._made}.items()
                 },
-                "param_groups": self._param_groups(self._optimizer),
+                "param_groups": groups,
             }
         return found
 
@@ -197,8 +204,9 @@ class ShardedCheckpoint:
             runtime.mark_weights_changed()
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        own = [group["params"] for group in self._param_groups(optimizer)]
-        saved = [group["params"] for group in state["param_groups"]]
+        # Without their order: other ranks may have held the same names when it was saved.
+        own = [sorted(names) for names in self._held]
+        saved = [sorted(group["params"]) for group in state["param_groups"]]
         if own != saved:
             different = next((pair for pair in zip(own, saved, strict=False) if pair[0] != pair[1]), (own, saved))
             raise ValueError(
@@ -246,9 +254,19 @@ class ShardedCheckpoint:
         )
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The groups with names of parameters: all ranks', as a checkpoint keeps one rank's groups. Collective."""
         # A checkpoint is of whole weights.
         options = [{key: value for key, value in group.items() if key != CUTS} for group in optimizer.param_groups]
-        return [{**group, "params": [self._names[param] for param in group["params"]]} for group in options]
+        names = [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
+        everyone = _different(names, self._process_group)
+        counts = [len(one) for one in everyone]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the ranks' optimizers have {counts} parameter groups, and a checkpoint keeps the groups of one: "
+                "build the optimizer with equally many groups on all ranks; they may be empty"
+            )
+        merged = [list(dict.fromkeys(chain.from_iterable(ranks))) for ranks in zip(*everyone, strict=True)]
+        return [{**group, "params": held} for group, held in zip(options, merged, strict=True)]
 
     def _of_state(self, param: torch.Tensor, key: str, value: Any) -> Any:
         if not isinstance(param, ETPShardedParam) or not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -260,6 +278,13 @@ class ShardedCheckpoint:
                 "optimizer.state_dict() on every rank, each to a file of its own"
             )
         return CheckpointShard(plain(value), param.layout, param.group_rank)
+
+
+def _different(names: list[list[str]], group: dist.ProcessGroup | None) -> list[list[list[str]]]:
+    """What the ranks pass, by rank, or just ``names`` if all pass the same. Collective."""
+    label = "comparison of the optimizers' groups"
+    digests = gather_objects(hashlib.sha256(repr(names).encode()).hexdigest(), group, label)
+    return gather_objects(names, group, label) if len(set(digests)) > 1 else [names]
 
 
 def _entry(value: Any, refusal: str) -> Any:

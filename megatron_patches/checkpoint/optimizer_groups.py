@@ -85,10 +85,17 @@ def _settings(part: State, saved: list[State], checkpoint: str) -> State:
         key: value for key, value in saved[0].items() if key not in (_KEY, "state", "param_groups", "param_state")
     }
     inner: State = {"param_groups": [_counterpart(group, groups, checkpoint) for group in _groups(part)]}
-    steps = [step for other in saved if (step := _torch_state(other).get("state", {}).get("common_step")) is not None]
+    # Not of other kinds: a step in Muon's state would be saved with it, and go stale.
+    same = [other for other in saved if _kinds(other) & _kinds(part)]
+    steps = [step for other in same if (step := _torch_state(other).get("state", {}).get("common_step")) is not None]
     if steps:
         inner["state"] = {"common_step": steps[0]}
     return {**values, _KEY: inner} if _KEY in part else {**values, **inner}
+
+
+def _kinds(part: State) -> set[Any]:
+    """Names of the optimizers that ``part`` has the state of: in a run with Muon, None is Muon and "adam" is Adam."""
+    return {group.get("optimizer") for group in _groups(part)}
 
 
 def _groups(part: State) -> Iterator[State]:

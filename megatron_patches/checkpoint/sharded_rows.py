@@ -9,7 +9,7 @@ parameter that the optimizer looks for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -129,6 +129,22 @@ def merge_pieces(loaded: Sequence[torch.Tensor], *, placement: WeightPlacement) 
     for piece, tensor in zip(pieces, loaded, strict=bool(pieces)):
         shard.narrow(0, piece.start, piece.rows).copy_(tensor.view(piece.rows, *placement.shard_shape[1:]))
     return shard
+
+
+def wrap_apply_factory_merges(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``megatron.core.dist_checkpointing.mapping.apply_factory_merges``, which calls itself for nested states.
+
+    With a lenient ``--dist-ckpt-strictness``, Megatron does not ask for weights that the checkpoint lacks. Theirs stay
+    as they are, and there is nothing to merge.
+    """
+
+    @functools.wraps(original)
+    def apply_factory_merges(x1: Any, x2: Any, key: tuple[str, ...] = ()) -> Any:
+        if isinstance(x1, dict) and isinstance(x2, dict):
+            x2 = {name: value for name, value in x2.items() if name in x1 or not isinstance(value, ShardedRows)}
+        return original(x1, x2, key)
+
+    return apply_factory_merges
 
 
 def _placement(entry: ShardedRows) -> WeightPlacement:

@@ -31,10 +31,13 @@ _OLD_FORMAT = (
     "it has the format torch, which cannot be loaded into shards; convert it in a run with --etp-size 1 "
     "--auto-detect-ckpt-format --ckpt-convert-format torch_dist --ckpt-convert-save DIRECTORY"
 )
-# Exceptions raised when reading a truncated pickle or archive.
+# Exceptions raised when reading a truncated or changed pickle or archive.
 _UNREADABLE = (
     OSError,
     EOFError,
+    TypeError,
+    MemoryError,
+    OverflowError,
     RuntimeError,
     ValueError,
     KeyError,
@@ -60,7 +63,10 @@ def find_problem(directory: str | os.PathLike[str]) -> str | None:
         all files are complete.
     """
     root = Path(directory)
-    problem = _directory_problem(root) or _storage_problem(root)
+    try:
+        problem = _directory_problem(root) or _storage_problem(root)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait for the answer
+        problem = f"its files cannot be examined ({type(error).__name__}: {error})"
     return f"checkpoint {root}: {problem}; {_WAY_OUT}" if problem else None
 
 

@@ -351,6 +351,53 @@ def experts_of_pairs(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return answers
 
 
+class OwnNames(Mixture):
+    """A mixture whose experts have names of their own on each pair of ranks."""
+
+    def __init__(self, expert_group: dist.ProcessGroup, number: int) -> None:
+        super().__init__(expert_group)
+        self.own_name = f"experts{number}"
+        self.add_module(self.own_name, self.experts)
+        del self.experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        experts = self.get_submodule(self.own_name)
+        return self.last(torch.tanh(experts(torch.tanh(self.first(x)), [x.shape[0] - 2, 2])))  # type: ignore[no-any-return]
+
+
+def experts_of_own_names(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:
+    """Losses after a checkpoint of experts that only a pair of ranks has: going on, and loaded into another model."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank)).to(device())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+        losses = []
+        for _ in range(2):
+            loss = model(inputs).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item().hex())
+        return losses
+
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = OwnNames(mine, rank // 2).to(device())
+        etp.shard_module(model, dist.group.WORLD, expert_group=mine)
+        optimizer = torch.optim.AdamW(_groups(model), lr=0.01 + seed)
+        state = {"app": etp.ShardedCheckpoint(model, optimizer)}
+        if seed == 0:
+            train(model, optimizer)
+            dcp.save(state, checkpoint_id=folder)
+        else:
+            dcp.load(state, checkpoint_id=folder)
+        found.append(train(model, optimizer))
+    return found[0], found[1]
+
+
 def one_of_unequal_replicas(rank: int, world_size: int, folder: str) -> tuple[str, dict[str, bytes], dict[str, bytes]]:
     """Two pairs of ranks hold shards of other values. Returns what all are told, and what one pair saves and has."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -114,6 +114,11 @@ def test_experts_that_would_be_lost_are_not_saved(tmp_path: Path) -> None:
         assert not answer
 
 
+def test_experts_with_names_of_their_own_are_saved_and_loaded_with_their_optimizer(tmp_path: Path) -> None:
+    for going_on, loaded in run_distributed(bodies.experts_of_own_names, 4, args=(str(tmp_path),)):
+        assert loaded == going_on
+
+
 def test_replicas_that_differ_are_saved_one_at_a_time(tmp_path: Path) -> None:
     for told, own, whole in run_distributed(bodies.one_of_unequal_replicas, 4, args=(str(tmp_path),)):
         assert "has other values on rank" in told

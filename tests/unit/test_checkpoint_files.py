@@ -72,6 +72,21 @@ def remove(name: str) -> Callable[[Path], None]:
     return spoil
 
 
+def fill(name: str, data: bytes) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes(data)
+
+    return spoil
+
+
+def name_no_file(folder: Path) -> None:
+    """Let the index say that a tensor is in a file whose name is a number."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    for entry in index.storage_data.values():
+        entry.relative_path = 5
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -80,6 +95,10 @@ def remove(name: str) -> Callable[[Path], None]:
         (remove(".metadata"), ".metadata is missing: the save did not end, or the file was not copied"),
         (cut(".metadata", 60), ".metadata cannot be read"),
         (cut(".metadata", 0), ".metadata cannot be read"),
+        (fill(".metadata", b"\x80\x04})R."), ".metadata cannot be read (TypeError"),
+        (fill(".metadata", b"\x80\x05\x96" + b"\xff" * 8), ".metadata cannot be read (OverflowError"),
+        (fill(".metadata", b"\x80\x05\x8e" + b"\xff" * 7 + b"\x0f"), ".metadata cannot be read ("),
+        (name_no_file, "its files cannot be examined (TypeError"),
         (remove("metadata.json"), "metadata.json is missing"),
         (cut("metadata.json", 10), "metadata.json cannot be read"),
     ],

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from etp.layout import ShardLayout
 from megatron_patches.checkpoint.pieces import Part, Piece, StackAxis, WeightPlacement, halves
+from tests.support.launch import run_distributed
 
 
 def tp_cut(whole: torch.Tensor, axis: int, size: int, parts: list[int]) -> list[torch.Tensor]:
@@ -135,3 +136,24 @@ def test_odd_rows_have_no_halves() -> None:
 def test_a_place_in_a_stack_must_exist() -> None:
     with pytest.raises(ValueError, match="weight 4 of 4 stacked weights does not exist"):
         StackAxis(4, 4)
+
+
+def merged(rank: int, world_size: int) -> dict[str, dict[str, list[list[float]]]]:
+    """A state with one of two shards, after Megatron has left the other out of what it asks a checkpoint for."""
+    del rank, world_size
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron.core.dist_checkpointing import serialization
+
+    from megatron_patches.checkpoint.sharded_rows import ShardedRows
+
+    placement = WeightPlacement(layout=ShardLayout((3, 2), 2, 1), shard=1)
+    entry = ShardedRows(key="", data=torch.zeros(2, 2), replica_id=(0, 0, 0), placement=placement)
+    loaded = {"model": {"a": [torch.ones(1, 2)]}}
+    state = serialization.apply_factory_merges(loaded, {"model": {"a": entry, "b": entry}})
+    return {"model": {name: tensor.tolist() for name, tensor in state["model"].items()}}
+
+
+def test_a_weight_that_a_lenient_load_leaves_out_is_left_as_it_is() -> None:
+    assert run_distributed(merged, 1, backend=None) == [{"model": {"a": [[1.0, 1.0], [0.0, 0.0]]}}]

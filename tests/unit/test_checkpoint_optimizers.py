@@ -1,0 +1,37 @@
+"""Settings of optimizers in a checkpoint whose run had another number of optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.launch import run_distributed
+
+# Importing Megatron warns, and patches torch: it runs in a worker process.
+
+
+def part(optimizer: str | None, *, experts: bool = False, step: int | None = None) -> dict[str, Any]:
+    """State of one optimizer of one group, without tensors."""
+    group = {"optimizer": optimizer, "is_expert_parallel": experts, "lr": 0.1, "params": [0]}
+    return {"state": {} if step is None else {"common_step": step}, "param_groups": [group]}
+
+
+def loaded_steps(rank: int, world_size: int, saved: dict[int, Any]) -> list[int | None]:
+    """The step of each optimizer of a run with Muon whose experts have optimizers of their own."""
+    del rank, world_size
+    from megatron.core.dist_checkpointing import serialization
+
+    from megatron_patches.checkpoint.optimizer_groups import wrap_load
+
+    serialization.load_common_state_dict = lambda _: {"optimizer": saved}
+    requested = {0: part(None), 1: part("adam"), 2: part(None, experts=True), 3: part("adam", experts=True)}
+    answer = wrap_load(lambda state, _: dict(state))({"optimizer": requested}, "folder")["optimizer"]
+    return [answer[number]["state"].get("common_step") for number in sorted(answer)]
+
+
+def test_muon_gets_no_step_and_adam_its_own() -> None:
+    """A step in Muon's state would be saved with it, as old as the load, and read by the next such load as Adam's."""
+    for stale in (None, 3):
+        saved = {0: part(None, step=stale), 1: part("adam", step=6)}
+        (steps,) = run_distributed(loaded_steps, 1, backend=None, args=(saved,))
+        assert steps[1::2] == [6, 6]
+        assert steps[0::2] == [stale, stale]
