@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ import pytest
 
 from megatron_patches.refit.trainer import roster
 from megatron_patches.refit.trainer.coordinator import Coordinator
+from megatron_patches.refit.trainer.push_options import OnEngineFailure
+from megatron_patches.refit.trainer.push_orders import Newcomer
 from megatron_patches.refit.trainer.roster import Roster
 from megatron_patches.refit.trainer.session import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
@@ -107,3 +110,31 @@ def test_an_engine_that_is_removed_while_it_fails_is_not_taken_back(monkeypatch:
     assert came == ["back"]
     assert [engine.name for engine in engines.take_back()] == ["back"]
     assert not gone.asked
+
+
+def test_an_engine_that_cannot_begin_to_join_keeps_no_other_one_from_coming_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roster, "_AGAIN_S", 0.01)
+    first, second, began = Engine("first"), Engine("second"), list[str]()
+
+    def join(newcomer: Newcomer) -> None:
+        began.append(newcomer.name)
+        if newcomer.name == "first":
+            raise RuntimeError("can't start new thread")
+
+    coordinator = Coordinator(RefitOptions(on_engine_failure=OnEngineFailure.DROP), 1, dict, join)
+    coordinator.roster.set(cast(Any, [first, second]))
+    coordinator.resume()
+    coordinator.roster.drop(cast(Any, first), 0.0)
+    while not began:
+        threading.Event().wait(0.01)
+    coordinator.roster.drop(cast(Any, second), 0.0)
+    deadline = time.monotonic() + 20
+    while len(began) < 2 and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert began == ["first", "second"]
+    assert "first begins to join in the next push only: can't start new thread" in caplog.text
+    for number in range(2):
+        coordinator.control(number).close()
+    coordinator.close()
