@@ -240,7 +240,7 @@ class Coordinator:
         try:
             with self._lock:
                 self._join_now(engine)
-        except RefitError as error:
+        except Exception as error:  # noqa: BLE001 - the thread must go on to ask other engines
             logger.warning("refit: %s begins to join in the next push only: %s", engine.name, describe_error(error))
 
     def _attached(self) -> list[Subscription]:

@@ -142,6 +142,7 @@ class HttpEngine:
         self._joined = Joined()
         self._lease = ServerLease(self._http)
         self._lease_s = lease.DEFAULT_LEASE_S
+        self._paused_by = ""  # token of the session that paused it last
 
     @property
     def server(self) -> str:
@@ -188,10 +189,11 @@ class HttpEngine:
 
     def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`, [Note: pausing] and [Note: leases]."""
-        self._lease.take(self._joined.token, self._lease_s)
+        self._paused_by = self._joined.token
+        self._lease.take(self._paused_by, self._lease_s)
         route = "pause?" if mode is PauseMode.KEEP else "sleep?level=0&"
         try:
-            self._http.call("POST", f"{route}mode={mode.value}", headers={lease.HEADER: self._joined.token})
+            self._http.call("POST", f"{route}mode={mode.value}", headers={lease.HEADER: self._paused_by})
         except BaseException:
             with suppress(RefitError):  # raise the reason why it could not be paused
                 self.resume(reset_cache=False)
@@ -202,7 +204,7 @@ class HttpEngine:
         try:
             if reset_cache:
                 self._empty_caches()
-            self._http.call("POST", RESUME)
+            self._http.call("POST", RESUME, headers={lease.RESUMES: self._paused_by})
         except BaseException:
             self._lease.drop()
             raise

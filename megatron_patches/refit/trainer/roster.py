@@ -116,7 +116,7 @@ class Roster:
                 self._servers[server] = engine
 
     def drop(self, engine: EngineClient, cost_s: float) -> None:
-        """Leaves an engine out until it answers.
+        """Leaves an engine out until it answers, unless it was removed meanwhile.
 
         Args:
             engine: the engine.
@@ -124,6 +124,8 @@ class Roster:
         """
         not_before = time.monotonic() + max(_AGAIN_S, _COST_FACTOR * cost_s)
         with self._lock:
+            if all(engine is not one for one in self._engines):
+                return
             self._lost.append(_Lost(engine, not_before))
         if self._thread is None:
             self._thread = threading.Thread(target=self._poll, name="refit-roster", daemon=True)
@@ -148,9 +150,14 @@ class Roster:
             asking = [(lost, Worker(f"refit-asks-{lost.engine.name}")) for lost in due]
             answers = [(lost, worker.submit(lost.engine.check_up)) for lost, worker in asking]
             for lost, answer in answers:
-                if answer.exception() is None:
+                if answer.exception() is None and self._is_lost(lost):
                     lost.answers = True
                     logger.info("refit: %s answers again", lost.engine.name)
                     self._came(lost.engine)
             for _, worker in asking:
                 worker.close(0.0)
+
+    def _is_lost(self, lost: _Lost) -> bool:
+        """Whether an engine that was asked is still to be served: it may have been removed since."""
+        with self._lock:
+            return any(lost is one for one in self._lost)

@@ -359,8 +359,7 @@ class Subscription:
 
     def _join(self) -> None:
         try:
-            if self._after is not None:
-                self._after.finish()
+            self._await_earlier()
             self._assembly = Assembly(self._invitation, self._trainer.rank, self._trainer.name)
             self._party = SourceParty(self._assembly, self._options, self._trainer.device)
             if self._control is not None:
@@ -379,6 +378,12 @@ class Subscription:
             raise PartyFailedError(reason, [self.name]) from error
         self._log.enter(State.READY, -1)
         self._planning_s = self._log.lasted[State.JOINING]
+
+    def _await_earlier(self) -> None:
+        """Waits for the earlier subscription, and forgets it: it keeps its plan, and knows a still earlier one."""
+        after, self._after = self._after, None
+        if after is not None:
+            after.finish()
 
     def _have_recorded(self) -> None:
         if self._control is not None and self._assembly is not None:

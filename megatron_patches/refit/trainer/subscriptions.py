@@ -175,7 +175,10 @@ class Subscriptions:
     def _end(self, number: int) -> Future[None]:
         one = self.open[number]
         self.open = {other: each for other, each in self.open.items() if other != number}
-        self._closed[one.name] = one
+        with self._lock:
+            self._closed = {name: other for name, other in self._closed.items() if not other.served.done()}
+            if not one.served.done():
+                self._closed[one.name] = one
         if self.coordinator is not None:
             self.coordinator.forget(number)
         return one.close()

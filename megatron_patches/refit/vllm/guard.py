@@ -97,7 +97,10 @@ class RefitGuard:
         if route == f"/{lease.ROUTE}":
             await self._lease.request(scope, receive, send)
             return
-        ended = self._lease.why_ended(dict(headers).get(lease.HEADER.encode(), b"").decode(errors="replace"))
+        pauses, resumes = (
+            dict(headers).get(name.encode(), b"").decode(errors="replace") for name in (lease.HEADER, lease.RESUMES)
+        )
+        ended = self._lease.why_ended(pauses) or self._lease.why_not_resumed(resumes)
         if ended is not None:
             await answer(send, 410, ended)
             return

@@ -25,6 +25,7 @@ _REMEMBERED = 64  # sessions whose lease has ended
 _LATE_S = 1.0  # if the timer fires later than this, this process was stalled, not the trainer
 _EMPTYING_S = 30.0  # for users of the prefix cache to end
 _RETRY_S = 1.0
+_HELPING_S = 8.0  # for another trainer to wait; less than its call may take
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +53,7 @@ class PauseLease:
         self._token = ""
         self._deadline = 0.0
         self._watching: asyncio.Task[None] | None = None
+        self._helping: asyncio.Task[None] | None = None  # what last acted when a lease ended
 
     async def request(self, scope: Message, receive: Receive, send: Send) -> None:
         """Takes, renews or returns a lease."""
@@ -62,6 +64,10 @@ class PauseLease:
             return
         if asked.token in self._ended:
             await answer(send, 410, self._ended[asked.token])
+            return
+        if asked.seconds and not await self._has_helped():
+            why = "this server goes on without an earlier trainer just now, and would end your pause; push again"
+            await answer(send, 503, why)
             return
         if not asked.seconds:
             self._give_back(asked.token)
@@ -78,6 +84,18 @@ class PauseLease:
         """Why a session's lease has ended, in which case it may not pause the server; None if it has not."""
         return self._ended.get(token)
 
+    def why_not_resumed(self, token: str) -> str | None:
+        """Why a session may not end the pause; None if it may, or if the request names no session."""
+        if not token or self._watching is None or token == self._token:
+            return None
+        return "another trainer has paused this server since, and resumes it; let one trainer at a time push to it"
+
+    async def _has_helped(self) -> bool:
+        """Waits until the server has acted on the end of the last lease. Returns whether it has."""
+        if self._helping is not None:
+            await asyncio.wait([self._helping], timeout=_HELPING_S)
+        return self._helping is None or self._helping.done()
+
     def _give_back(self, token: str) -> None:
         if token == self._token and self._watching is not None:
             self._watching.cancel()
@@ -89,7 +107,8 @@ class PauseLease:
             await asyncio.sleep(left)
             if self._deadline < clock() - _LATE_S:  # renewals may be waiting to be read
                 self._deadline = clock() + seconds / 2
-        token, self._token, self._watching = self._token, "", None
+        token, self._token = self._token, ""
+        self._helping, self._watching = self._watching, None
         await self._help_itself(scope, token, seconds)
 
     async def _help_itself(self, scope: Message, token: str, seconds: float) -> None:

@@ -365,10 +365,10 @@ class WorkerSession:
         except Exception:
             self._settle()
             raise
+        self.version = self._latest = version  # first: what follows may fail
         self._digests = staged.digests
         del staged  # it may hold the old weights
         self._device_memory.give_back(version)
-        self.version = self._latest = version
         if self._takes_deltas:
             self._memory.committed(version)
         if self._in_place is not None:

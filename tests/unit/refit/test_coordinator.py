@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 
+from megatron_patches.refit.trainer import roster
 from megatron_patches.refit.trainer.coordinator import Coordinator
+from megatron_patches.refit.trainer.push_options import OnEngineFailure
+from megatron_patches.refit.trainer.push_orders import Newcomer
+from megatron_patches.refit.trainer.roster import Roster
 from megatron_patches.refit.trainer.session import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
 from tests.unit.refit.test_engine_control import Engine
@@ -76,3 +82,59 @@ def test_another_client_of_an_engine_joins_once_the_first_one_has_left() -> None
         joining = coordinator.orders()
         subscribed |= {one.number: Open(one.name) for one in joining.new}
         assert [one.number for one in joining.new] == [1]
+
+
+def test_an_engine_that_is_removed_while_it_fails_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may serve another training run, whose session would end."""
+    monkeypatch.setattr(roster, "_AGAIN_S", 0.01)
+    came, asked, may_answer = list[str](), threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def check_up(self) -> None:
+            asked.set()
+            may_answer.wait(20)
+
+    gone, slow, back = Engine("gone"), Slow("slow"), Engine("back")
+    engines = Roster(lambda engine: came.append(engine.name))
+    engines.set(cast(Any, [gone, slow, back]))
+    engines.remove("gone")
+    for engine in (gone, slow):  # a push notices it only then
+        engines.drop(cast(Any, engine), 0.0)
+    assert asked.wait(20)
+    engines.remove("slow")
+    engines.drop(cast(Any, back), 0.0)
+    may_answer.set()
+    while not came:
+        threading.Event().wait(0.01)
+    engines.close()
+    assert came == ["back"]
+    assert [engine.name for engine in engines.take_back()] == ["back"]
+    assert not gone.asked
+
+
+def test_an_engine_that_cannot_begin_to_join_keeps_no_other_one_from_coming_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roster, "_AGAIN_S", 0.01)
+    first, second, began = Engine("first"), Engine("second"), list[str]()
+
+    def join(newcomer: Newcomer) -> None:
+        began.append(newcomer.name)
+        if newcomer.name == "first":
+            raise RuntimeError("can't start new thread")
+
+    coordinator = Coordinator(RefitOptions(on_engine_failure=OnEngineFailure.DROP), 1, dict, join)
+    coordinator.roster.set(cast(Any, [first, second]))
+    coordinator.resume()
+    coordinator.roster.drop(cast(Any, first), 0.0)
+    while not began:
+        threading.Event().wait(0.01)
+    coordinator.roster.drop(cast(Any, second), 0.0)
+    deadline = time.monotonic() + 20
+    while len(began) < 2 and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert began == ["first", "second"]
+    assert "first begins to join in the next push only: can't start new thread" in caplog.text
+    for number in range(2):
+        coordinator.control(number).close()
+    coordinator.close()

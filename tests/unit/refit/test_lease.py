@@ -310,6 +310,28 @@ def test_a_second_session_takes_the_lease_over(server: Server) -> None:
     assert settled(server, 5) == [SLEEP, SLEEP, *HELP]
 
 
+def test_a_server_that_helps_itself_ends_no_pause_of_another_trainer(server: Server) -> None:
+    first, second = joined(server), joined(server, ANOTHER)
+    first.pause(PauseMode.WAIT)
+    server.used = 20
+    first.close()
+    assert "leave" in settled(server, 2)
+    second.pause(PauseMode.WAIT)
+    assert [what for what in settled(server, 25) if what != EMPTY_CACHES] == [SLEEP, "leave", RESUME, SLEEP]
+    second.resume(reset_cache=False)
+
+
+def test_a_trainer_ends_no_pause_of_the_one_that_came_after_it(server: Server) -> None:
+    first, second = joined(server), joined(server, ANOTHER)
+    first.pause(PauseMode.WAIT)
+    second.pause(PauseMode.WAIT)
+    with pytest.raises(RefitError, match=r"another trainer has paused this server since, and resumes it"):
+        first.resume(reset_cache=False)
+    assert settled(server, 2) == [SLEEP, SLEEP]
+    second.resume(reset_cache=False)
+    assert settled(server, 3) == [SLEEP, SLEEP, RESUME]
+
+
 @pytest.mark.parametrize(
     "body",
     [

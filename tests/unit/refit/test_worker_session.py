@@ -24,6 +24,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import all_or_none, worker_session
+from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerLayout, WorkerSession
 
@@ -362,6 +363,22 @@ def test_links_are_taken_down_by_no_other_thread_than_the_one_that_receives() ->
     assert party.started.wait(30)
     under_test.close()
     assert party.asked == ["leave", "close"]
+
+
+def test_a_worker_whose_weights_are_new_says_so_whatever_fails_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    party = Party()
+    worker = session(party)
+    worker.receive(5, 1, False)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device has an error")
+
+    monkeypatch.setattr(DeviceMemory, "give_back", fail)
+    with pytest.raises(RuntimeError, match="the device has an error"):
+        worker.commit(5)
+    assert "apply" in Replacement.done
+    assert "undo" not in Replacement.done
+    assert worker.version == 5
 
 
 def test_a_commit_that_nobody_hears_of_is_one(caplog: pytest.LogCaptureFixture) -> None:
