@@ -161,7 +161,7 @@ def test_runs_out_of_memory_do_not_end_a_sweep_and_a_rerun_goes_on(tmp_path: Pat
     assert again.machine == first.machine
 
 
-def test_a_line_that_a_crash_has_cut_is_run_again_and_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_has_cut_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
     state = StateFile(path)
     state.add(Outcome("one", "cpu", Status.OK, 1.0))
@@ -173,9 +173,15 @@ def test_a_line_that_a_crash_has_cut_is_run_again_and_another_file_is_refused(tm
     assert state.known("two", "cpu") is None
     state.add(Outcome("two", "cpu", Status.OK, 3.0))
     assert [outcome.seconds for outcome in StateFile(path).outcomes] == [1.0, 3.0]
-    path.write_text('{"a": 1}\n')
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n', '{"a": 1}', "notes\nto keep", '{"command":\n{"command":', "{}\n{"])
+def test_a_file_that_is_no_state_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
     with pytest.raises(ValueError, match="is not the state of a sweep"):
         StateFile(path)
+    assert path.read_text() == content
 
 
 def test_time_that_is_over_ends_a_sweep(tmp_path: Path) -> None:
