@@ -19,6 +19,7 @@ def settings(**changed: Any) -> argparse.Namespace:
         "refit_wait": True,
         "dataloader_type": "external",
         "global_batch_size": 16,
+        "calculate_per_token_loss": True,
         "context_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
     }
@@ -39,6 +40,9 @@ def test_defaults_are_accepted() -> None:
         ({"grpo_clip": 0.0}, "--grpo-clip is 0; it must be above 0"),
         ({"grpo_samples": 3}, "--grpo-samples 3 must divide --global-batch-size 16"),
         ({"dataloader_type": "single"}, "--dataloader-type is single; samples come from outside, so give external"),
+        ({"calculate_per_token_loss": False}, "without --calculate-per-token-loss a token weighs less"),
+        ({"rampup_batch_size": [8, 8, 64]}, "--rampup-batch-size is [8, 8, 64]; each step samples --global-batch-size"),
+        ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule is 0:8; each step samples"),
         ({"context_parallel_size": 2}, "--context-parallel-size is 2; samples are not split, so give 1"),
         ({"virtual_pipeline_model_parallel_size": 2}, "a virtual pipeline would ask for samples once per chunk"),
         ({"grpo_kl": -0.5}, "--grpo-kl is -0.5; the weight of a penalty must be at least 0"),
