@@ -132,6 +132,8 @@ def test_what_megatron_cannot_build_is_refused(name: str) -> None:
     ("changes", "message"),
     [
         ({"rope_theta": 10000.5}, "its rotary base is 10000.5 (rope_theta), and Megatron takes whole numbers"),
+        ({"hidden_act": "gelu"}, "its hidden_act is 'gelu', and Megatron's is 'silu'"),
+        ({"scoring_func": "softmax"}, "its scoring_func is 'softmax', and Megatron's is 'sigmoid'"),
         ({"norm_topk_prob": False}, "its router has norm_topk_prob False"),
         ({"torch_dtype": "float8_e4m3fn"}, "the weights' type is "),
         ({"partial_rotary_factor": 0.5}, "it rotates a part of each head (partial_rotary_factor 0.5)"),
