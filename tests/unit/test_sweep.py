@@ -85,12 +85,21 @@ def test_flags_say_what_the_layout_and_the_model_are(tmp_path: Path) -> None:
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64",
         "--moe-grouped-gemm",
         "--qk-layernorm",
-        "--vocab-size 36",
+        "--vocab-size 37",
     ):
         assert flag in command, flag
     assert "--nnodes 2 --rdzv-backend c10d" in question.command(layout, ranks_per_host=4)
     plain = " ".join(replace(question, training=Training(8)).arguments(Layout(gpus=8), 8))
     assert not any(word in plain for word in ("etp", "parallel-size", "fp8", "reduce-in-bf16", "recompute"))
+
+
+def test_flags_have_the_scaling_of_rotary_positions_and_the_order_of_the_softmax(tmp_path: Path) -> None:
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaled = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **scaling}}
+    assert "--use-rope-scaling --rope-scaling-factor 32.0" in read(tmp_path, scaled).flags
+    assert not any("rope-scaling" in flag for flag in read(tmp_path, LLAMA).flags)
+    assert "--moe-router-pre-softmax" in read(tmp_path, QWEN3_MOE | {"norm_topk_prob": False}).flags
+    assert "--moe-router-pre-softmax" not in read(tmp_path, QWEN3_MOE | {"norm_topk_prob": True}).flags
 
 
 @pytest.mark.parametrize(
