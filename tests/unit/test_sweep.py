@@ -255,7 +255,11 @@ PREDICT = ["--predict-only", "--memory-gib", "1"]
         (QWEN3, ["--predict-only"], "--memory-gib is needed with --predict-only and --cpu"),
         (QWEN3, ["--margin", "1", *PREDICT], "--margin is 1; it must be at least 0 and below 1"),
         (QWEN3, ["--cpu", "--etp-transport", "copy_engine", "--memory-gib", "1"], "copy_engine needs GPUs"),
-        (QWEN3, ["--state", ".", *PREDICT], "Is a directory"),
+        (QWEN3, ["--state", ".", *PREDICT], "--state: . cannot be written: name a file in a folder that is there"),
+        (QWEN3, ["--state", "none/x", *PREDICT], "--state: none/x cannot be written"),
+        (QWEN3, ["--json", "none/x.json", *PREDICT], "--json: none/x.json cannot be written"),
+        (QWEN3, ["--plot", "none/x.png", *PREDICT], "--plot: none/x.png cannot be written"),
+        (QWEN3, ["--plot", "x.pong", *PREDICT], "--plot x.pong: its suffix must be one of "),
         pytest.param(
             QWEN3, [], "this measures GPUs, and there is none",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
