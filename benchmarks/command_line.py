@@ -26,6 +26,16 @@ def positive_seconds(text: str) -> float:
     return value
 
 
+def writable_file(text: str) -> Path:
+    """An argument type: the path of a file that can be written, in a folder that is there."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: permission denied; name another file")
+    return path
+
+
 def existing_file(text: str) -> Path:
     """An argument type: the path of a file that is there."""
     if not Path(text).is_file():

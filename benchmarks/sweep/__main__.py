@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.command_line import positive, positive_seconds, require_gpus, require_matplotlib
+from benchmarks.command_line import positive, positive_seconds, require_gpus, require_matplotlib, writable_file
 from benchmarks.sweep import report
 from benchmarks.sweep.memory import Training
 from benchmarks.sweep.model import read_model
@@ -96,14 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=positive, default=4, help="layouts to run; 4 by default")
     parser.add_argument("--seconds", type=positive_seconds, default=1800.0, help="of all runs at most; 1800 by default")
     parser.add_argument("--timeout", type=positive_seconds, default=300.0, help="seconds of one run; 300 by default")
-    parser.add_argument("--state", type=Path, default=Path("sweep.jsonl"), help="outcomes; a rerun skips what it has")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--plot", type=Path, help="draw a plot; the suffix says the format")
+    parser.add_argument("--state", type=writable_file, default="sweep.jsonl", help="outcomes; a rerun skips them")
+    parser.add_argument("--json", type=writable_file, help="write all figures here")
+    parser.add_argument("--plot", type=writable_file, help="draw a plot; the suffix says the format")
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     require_matplotlib(parser.error, options.plot)
+    if options.plot is not None and options.plot.suffix[1:] not in (known := report.plot_formats()):
+        parser.error(f"--plot {options.plot}: its suffix must be one of {', '.join(known)}")
     if not 0 <= options.margin < 1:
         parser.error(f"--margin is {options.margin:g}; it must be at least 0 and below 1")
     if options.gpus > options.ranks_per_host and options.gpus % options.ranks_per_host:

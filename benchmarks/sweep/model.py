@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.train_shapes import Shape
+from megatron_patches.refit.checkpoints.hf_match import rope_scaling
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from megatron_patches.refit.models.traits import ModelTraits
 
@@ -50,7 +51,8 @@ def read_model(path: Path, sequence: int) -> Model:
     Raises:
         UnsupportedModelError: if the file cannot be read, or the architecture is unknown or has no memory model here.
     """
-    family = family_from_config(read_config(path))
+    config = read_config(path)
+    family = family_from_config(config)
     traits = family.traits
     _refuse(family.architecture, traits)
     shape = Shape(
@@ -66,7 +68,8 @@ def read_model(path: Path, sequence: int) -> Model:
         top_k=traits.experts_per_token,
         head=traits.head_dim,
     )
-    return Model(shape, traits.tied_embeddings, traits.qkv_bias, traits.qk_norm, tuple(_flags(traits)))
+    flags = tuple(_flags(traits, rope_scaling(config)))
+    return Model(shape, traits.tied_embeddings, traits.qkv_bias, traits.qk_norm, flags)
 
 
 def _refuse(architecture: str, traits: ModelTraits) -> None:
@@ -89,7 +92,7 @@ def _refuse(architecture: str, traits: ModelTraits) -> None:
         )
 
 
-def _flags(traits: ModelTraits) -> Iterator[str]:
+def _flags(traits: ModelTraits, scaling: Mapping[str, object] | None) -> Iterator[str]:
     yield f"--num-layers {traits.num_layers} --hidden-size {traits.hidden_size}"
     yield f"--ffn-hidden-size {traits.ffn_hidden_size} --num-attention-heads {traits.num_heads}"
     yield f"--kv-channels {traits.head_dim}"
@@ -97,17 +100,18 @@ def _flags(traits: ModelTraits) -> Iterator[str]:
         yield f"--group-query-attention --num-query-groups {traits.num_kv_heads}"
     yield f"--normalization RMSNorm --norm-epsilon {traits.norm_eps:g} --swiglu --disable-bias-linear"
     yield f"--position-embedding-type rope --rotary-base {traits.rope_base:.0f}"
-    if traits.rope_scaling_factor is not None:
-        yield f"--use-rope-scaling --rope-scaling-factor {traits.rope_scaling_factor:g}"
+    if scaling is not None and scaling["rope_type"] == "llama3":  # Megatron has no other
+        yield f"--use-rope-scaling --rope-scaling-factor {scaling['factor']}"
     if not traits.tied_embeddings:
         yield "--untie-embeddings-and-output-weights"
     if traits.qkv_bias:
         yield "--add-qkv-bias"
     if traits.qk_norm:
         yield "--qk-layernorm"
-    # The tokenizer that stands in for one adds a token.
-    yield f"--tokenizer-type NullTokenizer --vocab-size {traits.vocab_size - 1}"
+    yield f"--tokenizer-type NullTokenizer --vocab-size {traits.vocab_size}"
     if traits.num_experts:
         yield f"--num-experts {traits.num_experts} --moe-router-topk {traits.experts_per_token}"
         yield f"--moe-ffn-hidden-size {traits.moe_ffn_hidden_size} --moe-token-dispatcher-type alltoall"
         yield "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001"
+        if not traits.norm_topk_prob:
+            yield "--moe-router-pre-softmax"

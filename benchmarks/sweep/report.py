@@ -121,6 +121,13 @@ def as_json(candidates: Sequence[Candidate], machine: Machine, options: Mapping[
     }
 
 
+def plot_formats() -> list[str]:
+    """Suffixes of the files that :func:`plot` can write, without dots."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return sorted(FigureCanvasBase.get_supported_filetypes())
+
+
 def plot(candidates: Sequence[Candidate], model: Model, training: Training, file: Path) -> None:
     """Memory and speed of the layouts, predicted and measured."""
     import matplotlib as mpl

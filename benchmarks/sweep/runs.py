@@ -20,6 +20,7 @@ from benchmarks.long_run_training import Step
 from benchmarks.train_shapes import GIB
 
 STEPS = 6
+_BEGINNING = '{"command":'  # of an outcome in the file
 _SKIPPED = 2  # which allocate, learn the order of gathers, and compile
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY")
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\S*(?:Error|Exception|error)\b.*)", re.MULTILINE)
@@ -71,12 +72,14 @@ class StateFile:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the state of the sweep, {path}, cannot be read: {error}") from error
         whole, newline, rest = text.rpartition("\n")
-        if rest:
-            path.write_text(whole + newline, encoding="utf-8")  # a line that a crash has cut
+        if not rest.startswith(_BEGINNING[: len(rest)]):
+            raise ValueError(f"{path} is not the state of a sweep (its last line is no outcome); name another file")
         try:
             self.outcomes = [msgspec.json.decode(line, type=Outcome) for line in whole.splitlines()]
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ValueError(f"{path} is not the state of a sweep ({error}); name another file") from error
+        if rest:
+            path.write_text(whole + newline, encoding="utf-8")  # a line that a crash has cut
 
     def known(self, command: str, device: str) -> Outcome | None:
         """The outcome of a command on a device, if it has been run."""

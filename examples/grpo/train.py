@@ -89,22 +89,39 @@ def check(args: argparse.Namespace) -> None:
     for name in ("grpo_samples", "grpo_tokens", "grpo_held_out_interval"):
         if getattr(args, name) < 1:
             raise GrpoError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
-    if args.grpo_clip <= 0:
+    if not args.grpo_clip > 0:
         raise GrpoError(f"--grpo-clip is {args.grpo_clip:g}; it must be above 0")
     if args.dataloader_type != "external":
         raise GrpoError(f"--dataloader-type is {args.dataloader_type}; samples come from outside, so give external")
-    if args.global_batch_size % args.grpo_samples:
-        raise GrpoError(f"--grpo-samples {args.grpo_samples} must divide --global-batch-size {args.global_batch_size}")
+    _check_batches(args)
+    if args.grpo_log and (args.grpo_log.is_dir() or not args.grpo_log.absolute().parent.is_dir()):
+        raise GrpoError(f"--grpo-log {args.grpo_log} cannot be written; name a file in a folder that is there")
     if args.context_parallel_size > 1:
         raise GrpoError(f"--context-parallel-size is {args.context_parallel_size}; samples are not split, so give 1")
     if args.virtual_pipeline_model_parallel_size:
         raise GrpoError("a virtual pipeline would ask for samples once per chunk; leave it out")
-    if args.grpo_kl < 0:
+    if not args.grpo_kl >= 0:
         raise GrpoError(f"--grpo-kl is {args.grpo_kl:g}; the weight of a penalty must be at least 0")
     if args.grpo_kl and args.grpo_reference is None:
         raise GrpoError(f"--grpo-kl is {args.grpo_kl:g}; give --grpo-reference, the engine of the reference")
     if not args.refit_wait and args.grpo_lag == 0:
         raise GrpoError("without --refit-wait the engines may answer with the version before; add it, or --grpo-lag 1")
+
+
+def _check_batches(args: argparse.Namespace) -> None:
+    """Refuse steps of another size than is sampled, and tokens of different weights."""
+    if args.global_batch_size % args.grpo_samples:
+        raise GrpoError(f"--grpo-samples {args.grpo_samples} must divide --global-batch-size {args.global_batch_size}")
+    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
+        if getattr(args, name, None):
+            raise GrpoError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; each step samples --global-batch-size answers, "
+                "so leave it out"
+            )
+    if not args.calculate_per_token_loss:
+        raise GrpoError(
+            "without --calculate-per-token-loss a token weighs less the more tokens its microbatch has; add it"
+        )
 
 
 class Rollouts:

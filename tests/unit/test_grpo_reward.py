@@ -32,13 +32,24 @@ from examples.grpo.reward import exact_number, last_number
         ("<think>3 or 4</think>5", "5"),
         ("<think>3</think>5<think>6</think>", "5"),
         ("7 <think>8", "7"),
+        ("is it 3 or 4?</think>5", "5"),
+        ("is it 3?</think>5<think>6</think>", "5"),
+        (".5", "0.5"),
+        ("it is -.25.", "-0.25"),
+        ("$.75", "0.75"),
+        ("so ...5", "5"),
+        ("-$5", "-5"),
+        ("a-$5", "5"),
+        ("1.5e3", "1500"),
+        ("2E-5", "0.00002"),
+        ("2e", "2"),
     ],
 )
 def test_last_number_is_read_however_it_is_written(text: str, number: str) -> None:
     assert last_number(text) == Decimal(number)
 
 
-@pytest.mark.parametrize("text", ["", "none", "<think>5", "<think>5</think>", "-", ",", ".", "\ufffd"])
+@pytest.mark.parametrize("text", ["", "no", "<think>5", "<think>5</think>", "5</think>", "-$", "-", ",", ".", "\ufffd"])
 def test_text_without_a_number_has_none(text: str) -> None:
     assert last_number(text) is None
     assert exact_number(text, "0") == 0.0

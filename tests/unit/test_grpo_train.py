@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ def settings(**changed: Any) -> argparse.Namespace:
         "refit_wait": True,
         "dataloader_type": "external",
         "global_batch_size": 16,
+        "calculate_per_token_loss": True,
         "context_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
     }
@@ -37,8 +39,15 @@ def test_defaults_are_accepted() -> None:
         ({"grpo_tokens": -3}, "--grpo-tokens is -3; it must be at least 1"),
         ({"grpo_held_out_interval": 0}, "--grpo-held-out-interval is 0; it must be at least 1"),
         ({"grpo_clip": 0.0}, "--grpo-clip is 0; it must be above 0"),
+        ({"grpo_clip": float("nan")}, "--grpo-clip is nan; it must be above 0"),
+        ({"grpo_kl": float("nan")}, "--grpo-kl is nan; the weight of a penalty must be at least 0"),
+        ({"grpo_log": Path("none/log")}, "--grpo-log none/log cannot be written; name a file in a folder that is the"),
+        ({"grpo_log": Path()}, "--grpo-log . cannot be written"),
         ({"grpo_samples": 3}, "--grpo-samples 3 must divide --global-batch-size 16"),
         ({"dataloader_type": "single"}, "--dataloader-type is single; samples come from outside, so give external"),
+        ({"calculate_per_token_loss": False}, "without --calculate-per-token-loss a token weighs less"),
+        ({"rampup_batch_size": [8, 8, 64]}, "--rampup-batch-size is [8, 8, 64]; each step samples --global-batch-size"),
+        ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule is 0:8; each step samples"),
         ({"context_parallel_size": 2}, "--context-parallel-size is 2; samples are not split, so give 1"),
         ({"virtual_pipeline_model_parallel_size": 2}, "a virtual pipeline would ask for samples once per chunk"),
         ({"grpo_kl": -0.5}, "--grpo-kl is -0.5; the weight of a penalty must be at least 0"),

@@ -85,12 +85,21 @@ def test_flags_say_what_the_layout_and_the_model_are(tmp_path: Path) -> None:
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64",
         "--moe-grouped-gemm",
         "--qk-layernorm",
-        "--vocab-size 36",
+        "--vocab-size 37",
     ):
         assert flag in command, flag
     assert "--nnodes 2 --rdzv-backend c10d" in question.command(layout, ranks_per_host=4)
     plain = " ".join(replace(question, training=Training(8)).arguments(Layout(gpus=8), 8))
     assert not any(word in plain for word in ("etp", "parallel-size", "fp8", "reduce-in-bf16", "recompute"))
+
+
+def test_flags_have_the_scaling_of_rotary_positions_and_the_order_of_the_softmax(tmp_path: Path) -> None:
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaled = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **scaling}}
+    assert "--use-rope-scaling --rope-scaling-factor 32.0" in read(tmp_path, scaled).flags
+    assert not any("rope-scaling" in flag for flag in read(tmp_path, LLAMA).flags)
+    assert "--moe-router-pre-softmax" in read(tmp_path, QWEN3_MOE | {"norm_topk_prob": False}).flags
+    assert "--moe-router-pre-softmax" not in read(tmp_path, QWEN3_MOE | {"norm_topk_prob": True}).flags
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,7 @@ def test_runs_out_of_memory_do_not_end_a_sweep_and_a_rerun_goes_on(tmp_path: Pat
     assert again.machine == first.machine
 
 
-def test_a_line_that_a_crash_has_cut_is_run_again_and_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_has_cut_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
     state = StateFile(path)
     state.add(Outcome("one", "cpu", Status.OK, 1.0))
@@ -173,9 +182,15 @@ def test_a_line_that_a_crash_has_cut_is_run_again_and_another_file_is_refused(tm
     assert state.known("two", "cpu") is None
     state.add(Outcome("two", "cpu", Status.OK, 3.0))
     assert [outcome.seconds for outcome in StateFile(path).outcomes] == [1.0, 3.0]
-    path.write_text('{"a": 1}\n')
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n', '{"a": 1}', "notes\nto keep", '{"command":\n{"command":', "{}\n{"])
+def test_a_file_that_is_no_state_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
     with pytest.raises(ValueError, match="is not the state of a sweep"):
         StateFile(path)
+    assert path.read_text() == content
 
 
 def test_time_that_is_over_ends_a_sweep(tmp_path: Path) -> None:
@@ -240,7 +255,11 @@ PREDICT = ["--predict-only", "--memory-gib", "1"]
         (QWEN3, ["--predict-only"], "--memory-gib is needed with --predict-only and --cpu"),
         (QWEN3, ["--margin", "1", *PREDICT], "--margin is 1; it must be at least 0 and below 1"),
         (QWEN3, ["--cpu", "--etp-transport", "copy_engine", "--memory-gib", "1"], "copy_engine needs GPUs"),
-        (QWEN3, ["--state", ".", *PREDICT], "Is a directory"),
+        (QWEN3, ["--state", ".", *PREDICT], "--state: . cannot be written: name a file in a folder that is there"),
+        (QWEN3, ["--state", "none/x", *PREDICT], "--state: none/x cannot be written"),
+        (QWEN3, ["--json", "none/x.json", *PREDICT], "--json: none/x.json cannot be written"),
+        (QWEN3, ["--plot", "none/x.png", *PREDICT], "--plot: none/x.png cannot be written"),
+        (QWEN3, ["--plot", "x.pong", *PREDICT], "--plot x.pong: its suffix must be one of "),
         pytest.param(
             QWEN3, [], "this measures GPUs, and there is none",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),

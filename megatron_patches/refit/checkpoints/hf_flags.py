@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_patches.refit.checkpoints.hf_match import rope_scaling, unsupported
+from megatron_patches.refit.checkpoints.hf_match import plainly_given, rope_scaling, unsupported
 from megatron_patches.refit.command import fail
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.models.config_fields import number
@@ -32,6 +32,12 @@ def model_flags(config: Mapping[str, object]) -> list[str]:
     """
     family = family_from_config(config)
     reasons = list(unsupported(config))
+    own = family.config()
+    reasons += [
+        f"its {name} is {value!r}, and Megatron's is {own[name]!r}"
+        for name, value in plainly_given(config).items()
+        if name in own and value != own[name]
+    ]
     scaling = rope_scaling(config)
     traits = family.traits
     if scaling is not None and scaling != _llama_scaling(family, scaling):

@@ -120,7 +120,7 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
         UnsupportedModelError: if the configuration is not one of a known family.
     """
     theirs = family_from_config(config)
-    given, mine = {**theirs.config(), **_plainly_given(config)}, family.config()
+    given, mine = {**theirs.config(), **plainly_given(config)}, family.config()
     differing = list(unsupported(config))
     if theirs.architecture != family.architecture:
         differing.append(
@@ -182,7 +182,8 @@ def _repeated(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, str]
     return {head: table} if same else {}
 
 
-def _plainly_given(config: Mapping[str, object]) -> Mapping[str, object]:
+def plainly_given(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Fields of ``config.json`` for which a family has one value, if they are there."""
     return {name: config[name] for name in _OUTSIDE_TRAITS if config.get(name) is not None}
 
 

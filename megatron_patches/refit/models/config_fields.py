@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from megatron_patches.refit.errors import UnsupportedModelError
 
+_ROTARY = ("rope_parameters", "rope_scaling")  # fields that hold fields of rotary positions
+
 
 def check_given(config: Mapping[str, object], architecture: str, fields: Sequence[str]) -> None:
     """Refuses a configuration without fields that are never left out on purpose.
@@ -50,16 +52,22 @@ def count(config: Mapping[str, object], name: str) -> int:
 
 
 def number(config: Mapping[str, object], name: str, default: float) -> float:
-    """A number. Rotary fields may be in ``rope_parameters``, where transformers 5.0 and later keep them.
+    """A number. Rotary fields may be in ``rope_parameters`` or ``rope_scaling``, where transformers 5 reads them.
 
     Raises:
-        UnsupportedModelError: if it is something else.
+        UnsupportedModelError: if it is something else, or differs between these places.
     """
-    nested = config.get("rope_parameters")
-    value = config.get(name, nested.get(name, default) if isinstance(nested, Mapping) else default)
-    if not isinstance(value, int | float):
-        raise UnsupportedModelError(f"{name} is {value!r} in the configuration; it must be a number")
-    return float(value)
+    places = [config, *(entry for entry in map(config.get, _ROTARY) if isinstance(entry, Mapping))]
+    values = [place[name] for place in places if name in place] or [default]
+    for value in values:
+        if not isinstance(value, int | float):
+            raise UnsupportedModelError(f"{name} is {value!r} in the configuration; it must be a number")
+        if value != values[0]:
+            raise UnsupportedModelError(
+                f"{name} is {values[0]!r} in the configuration and {value!r} in its {' or '.join(_ROTARY)}; releases "
+                "of transformers differ in which they read, so write one value"
+            )
+    return float(values[0])
 
 
 def flag(config: Mapping[str, object], name: str, default: bool = False) -> bool:

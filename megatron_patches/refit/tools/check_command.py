@@ -115,7 +115,16 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, progress: Progress) -> dict[str, tuple[Agreement, Agreement]]:
-    """The agreement of each engine with the trainer, before and after a push."""
+    """The agreement of each engine with the trainer, before and after a push.
+
+    Raises:
+        RefitError: if that fails, or the samples do not divide over a virtual pipeline.
+    """
+    if options.chunks > 1 and options.samples % options.pipeline:
+        raise RefitError(
+            f"--samples is {options.samples}; a virtual pipeline needs a multiple of the "
+            f"{options.pipeline} stages (--pipeline-model-parallel-size)"
+        )
     timeout_s, credentials = options.timeout_minutes * 60, push_flags.credentials_from(options)
     asked = [HttpCalls(url, timeout_s, credentials) for url in options.engines]
     with push_command.session_of(options, progress) as (session, found):

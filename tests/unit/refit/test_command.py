@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patches.refit.__main__ import build_parser
+from megatron_patches.refit.tools import check_command
 from tests.support.imports import ROOT
 
 PROGRAM = """
@@ -37,3 +39,12 @@ def test_the_reason_is_told_before_torchrun_ends_who_tells_it(tmp_path: Path) ->
     assert ended.returncode == 1
     assert ended.stderr.count("error: as rank 0 has heard\n") == 1
     assert "as rank 1" not in ended.stderr
+
+
+def test_samples_that_a_virtual_pipeline_cannot_score_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--pipeline-model-parallel-size", "3", "--num-virtual-stages-per-pipeline-rank", "2"]
+    options = build_parser().parse_args(["check", "--load", "none", "--engines", "http://127.0.0.1:9", *sizes])
+    assert check_command.main(options) == 1
+    assert capsys.readouterr().err == (
+        "error: --samples is 16; a virtual pipeline needs a multiple of the 3 stages (--pipeline-model-parallel-size)\n"
+    )

@@ -106,6 +106,17 @@ def test_flags_say_all_that_a_model_is() -> None:
     )
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_the_rotary_base_is_read_where_transformers_reads_it(place: str) -> None:
+    config = {name: value for name, value in tiny_models.LLAMA.items() if name != "rope_theta"}
+    nested: dict[str, object] = {place: {"rope_type": "default", "rope_theta": 500000.0}}
+    flags = model_flags({**config, **nested})
+    assert flags[flags.index("--rotary-base") + 1] == "500000"
+    assert model_flags({**config, **nested, "rope_theta": 5e5}) == flags
+    with pytest.raises(UnsupportedModelError, match=r"rope_theta is 10000.0 in the configuration and 500000.0 in its"):
+        model_flags({**config, **nested, "rope_theta": 10000.0})
+
+
 def test_dropout_is_what_the_configuration_says() -> None:
     """Megatron's default is 0.1."""
     flags = model_flags({**tiny_models.NEMOTRON_H, "attention_dropout": 0.25, "hidden_dropout": 0.5})
@@ -132,6 +143,8 @@ def test_what_megatron_cannot_build_is_refused(name: str) -> None:
     ("changes", "message"),
     [
         ({"rope_theta": 10000.5}, "its rotary base is 10000.5 (rope_theta), and Megatron takes whole numbers"),
+        ({"hidden_act": "gelu"}, "its hidden_act is 'gelu', and Megatron's is 'silu'"),
+        ({"scoring_func": "softmax"}, "its scoring_func is 'softmax', and Megatron's is 'sigmoid'"),
         ({"norm_topk_prob": False}, "its router has norm_topk_prob False"),
         ({"torch_dtype": "float8_e4m3fn"}, "the weights' type is "),
         ({"partial_rotary_factor": 0.5}, "it rotates a part of each head (partial_rotary_factor 0.5)"),
