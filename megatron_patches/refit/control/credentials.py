@@ -33,11 +33,16 @@ class Credentials:
         """The headers of a request. They include the key in ``VLLM_API_KEY``, if set, unless the file has another.
 
         Raises:
-            RefitError: if a file cannot be read or is malformed.
+            RefitError: if a file cannot be read or is malformed, or the key cannot be sent.
         """
         found = {} if self.headers_file is None else _read_headers(self.headers_file)
         key = os.environ.get(API_KEY_VARIABLE)
         if key and "authorization" not in {name.lower() for name in found}:
+            if not _VALUE.fullmatch(key):  # the value is not shown
+                raise RefitError(
+                    f"the variable {API_KEY_VARIABLE} cannot be sent in a header; it must hold printable ASCII "
+                    "characters only, and no line break at its end"
+                )
             found["Authorization"] = f"Bearer {key}"
         secret = read_secret(self.secret_file)
         return found if secret is None else {**found, HEADER: secret.value}

@@ -98,7 +98,7 @@ class HttpCalls:
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=timeout_s)
         try:
             connection.connect()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter if the host cannot be a name, as in http://a..b
             connection.close()
             raise RefitError(f"cannot reach {self.url}: {error}") from error
         return connection

@@ -272,8 +272,9 @@ class Rendezvous:
             self._steps[outcome.step] = _Step(outcome.what, time.monotonic() + self.invitation.timeout_s)
         step = self._steps[outcome.step]
         for gone, reason in self._gone.items():
-            step.outcomes.setdefault(gone, Outcome(outcome.step, step.what, reason=reason))
-            step.fail()
+            if gone not in step.outcomes:  # what it reported before it left counts
+                step.outcomes[gone] = Outcome(outcome.step, step.what, reason=reason)
+                step.fail()
         # A failure counts under any step name: an engine that could not be asked to take part reports it under its own.
         if step.what != outcome.what and outcome.reason is None and not step.failed:
             outcome.reason = (

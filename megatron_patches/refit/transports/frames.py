@@ -243,7 +243,9 @@ class Callers:
 
     def _is_invited(self, connection: socket.socket) -> bool:
         """Reads from a connection. Returns whether it has now sent the secret; it is then no longer tracked."""
-        said = self._said[connection]
+        said = self._said.get(connection)
+        if said is None:  # it was closed for a newer one a moment ago
+            return False
         try:
             more = connection.recv(SECRET_BYTES - len(said))
         except OSError:

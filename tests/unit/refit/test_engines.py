@@ -104,6 +104,12 @@ def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
         HttpEngine(url)
 
 
+@pytest.mark.parametrize("url", ["http://a..b:8000", f"http://{'a' * 64}:8000"])
+def test_a_host_that_can_have_no_address_is_named(url: str) -> None:
+    with pytest.raises(RefitError, match=f"cannot reach {url}: .*label"):
+        HttpEngine(url).world_size()
+
+
 @pytest.mark.parametrize(
     "url", ["http://me:hunter2@a", "http://hunter2@a:8000", "http://me:hunter2@[::1", "me:hunter2@a"]
 )

@@ -196,6 +196,18 @@ def test_strangers_are_only_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -
             stranger.close()
 
 
+def test_a_stranger_who_speaks_as_a_newer_one_takes_its_place_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_MOST_STRANGERS", 1)
+    with listening() as (callers, address), dial(address) as oldest:
+        with pytest.raises(PartyFailedError, match="waited 0 s for a caller"):
+            callers.next(Patience(0.3, "a caller"))
+        with dial(address) as newer:  # this one is seen first
+            oldest.sendall(b"?")
+            newer.sendall(SECRET)
+            time.sleep(0.05)
+            callers.next(Patience(5.0, "a caller")).close()
+
+
 def test_a_caller_is_waited_for_no_longer_than_the_link() -> None:
     with listening() as (callers, _), pytest.raises(PartyFailedError, match="waited 0 s for the link"):
         callers.next(Patience(0.0, "the link"))

@@ -571,6 +571,59 @@ def test_the_end_of_a_former_connection_does_not_count_against_a_party(monkeypat
     assert asked == ["before", "since"]
 
 
+def test_no_step_succeeds_without_a_late_party_because_another_has_left_after_its_own_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 0.0)
+    ended = threading.Event()
+
+    def part(member: Assembly) -> int:
+        if member.party == 2:
+            ended.wait(20)
+        return 0
+
+    with meeting(3, timeout_s=2.0) as (server, members), ThreadPoolExecutor(3) as pool:
+        pool.submit(members[0].exchange, "work", list[int], lambda: 0)
+        deadline = time.monotonic() + 10
+        while server.awaited != ["party 1", "party 2"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        members[0].close()
+        while not members[1].gone() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        late = pool.submit(members[2].exchange, "work", list[int], lambda: part(members[2]))
+        try:
+            with pytest.raises(PartyFailedError, match="work failed: party 2 gave no answer to 'work' in time"):
+                members[1].exchange("work", list[int], lambda: 0)
+        finally:
+            ended.set()
+        with pytest.raises(PartyFailedError, match="party 2 gave no answer"):
+            late.result(20)
+
+
+def test_who_joins_after_another_has_left_during_a_step_takes_part_in_it() -> None:
+    with ExitStack() as closing:
+        server = Rendezvous(3, 20.0, all_parts)
+        closing.callback(server.close)
+        first, second = (Assembly(server.invitation, party, f"party {party}") for party in range(2))
+        closing.callback(second.close)
+        pool = closing.enter_context(ThreadPoolExecutor(2))
+        pool.submit(first.exchange, "work", list[int], lambda: 0)
+        deadline = time.monotonic() + 10
+        while len(server.awaited) != 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        wait_for_join(server, 1)
+        first.close()
+        while not second.gone() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = pool.submit(second.exchange, "work", list[int], lambda: 1)
+        while "party 1" in server.awaited and time.monotonic() < deadline:
+            time.sleep(0.01)
+        third = Assembly(server.invitation, 2, "party 2")
+        closing.callback(third.close)
+        assert third.exchange("work", list[int], lambda: 2) == [0, 1, 2]
+        assert found.result(20) == [0, 1, 2]
+
+
 def test_a_party_that_never_joined_is_told_where_to() -> None:
     server = Rendezvous(2, 0.3, all_parts)
     member = Assembly(server.invitation, 0, "party 0")

@@ -113,6 +113,14 @@ def test_headers_of_a_proxy_and_the_key_of_vllm(home: Path, monkeypatch: pytest.
     assert credentials.headers() == {"authorization": "Basic abc"}
 
 
+@pytest.mark.parametrize("key", ["hunter2\n", "hunter2\r\nX-Other: 1", "hunter2ä"])
+def test_a_key_that_is_no_header_is_refused_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(RefitError, match="the variable VLLM_API_KEY cannot be sent in a header") as raised:
+        Credentials().headers()
+    assert "hunter2" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
