@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.train_shapes import Shape
-from megatron_patches.refit.checkpoints.hf_match import rope_scaling
+from megatron_patches.refit.checkpoints.hf_flags import model_flags
+from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from megatron_patches.refit.models.traits import ModelTraits
 
@@ -21,7 +22,7 @@ class Model:
         tied: whether the output layer is the embedding.
         qkv_bias: bias on query, key and value.
         qk_norm: RMSNorm over each head of query and key.
-        flags: Megatron's for the architecture.
+        flags: Megatron's for the architecture, as ``refit flags`` prints them, one word each.
     """
 
     shape: Shape
@@ -49,12 +50,17 @@ def read_model(path: Path, sequence: int) -> Model:
     """The model of a ``config.json``, trained on sequences of ``sequence`` tokens.
 
     Raises:
-        UnsupportedModelError: if the file cannot be read, or the architecture is unknown or has no memory model here.
+        UnsupportedModelError: if the file cannot be read, Megatron cannot build the model, it has no memory model here,
+            or its positions end before ``sequence``.
     """
     config = read_config(path)
     family = family_from_config(config)
     traits = family.traits
     _refuse(family.architecture, traits)
+    if sequence > traits.max_positions:
+        raise UnsupportedModelError(
+            f"--sequence is {sequence}, and the model's max_position_embeddings is {traits.max_positions}"
+        )
     shape = Shape(
         layers=traits.num_layers,
         hidden=traits.hidden_size,
@@ -68,13 +74,10 @@ def read_model(path: Path, sequence: int) -> Model:
         top_k=traits.experts_per_token,
         head=traits.head_dim,
     )
-    flags = tuple(_flags(traits, rope_scaling(config)))
-    return Model(shape, traits.tied_embeddings, traits.qkv_bias, traits.qk_norm, flags)
+    return Model(shape, traits.tied_embeddings, traits.qkv_bias, traits.qk_norm, tuple(_flags(config, traits)))
 
 
 def _refuse(architecture: str, traits: ModelTraits) -> None:
-    from megatron_patches.refit.errors import UnsupportedModelError
-
     features = {
         "multi-latent attention": traits.latent,
         "Mamba layers": traits.mamba,
@@ -92,26 +95,9 @@ def _refuse(architecture: str, traits: ModelTraits) -> None:
         )
 
 
-def _flags(traits: ModelTraits, scaling: Mapping[str, object] | None) -> Iterator[str]:
-    yield f"--num-layers {traits.num_layers} --hidden-size {traits.hidden_size}"
-    yield f"--ffn-hidden-size {traits.ffn_hidden_size} --num-attention-heads {traits.num_heads}"
-    yield f"--kv-channels {traits.head_dim}"
-    if traits.num_kv_heads != traits.num_heads:
-        yield f"--group-query-attention --num-query-groups {traits.num_kv_heads}"
-    yield f"--normalization RMSNorm --norm-epsilon {traits.norm_eps:g} --swiglu --disable-bias-linear"
-    yield f"--position-embedding-type rope --rotary-base {traits.rope_base:.0f}"
-    if scaling is not None and scaling["rope_type"] == "llama3":  # Megatron has no other
-        yield f"--use-rope-scaling --rope-scaling-factor {scaling['factor']}"
-    if not traits.tied_embeddings:
-        yield "--untie-embeddings-and-output-weights"
-    if traits.qkv_bias:
-        yield "--add-qkv-bias"
-    if traits.qk_norm:
-        yield "--qk-layernorm"
-    yield f"--tokenizer-type NullTokenizer --vocab-size {traits.vocab_size}"
+def _flags(config: Mapping[str, object], traits: ModelTraits) -> Iterator[str]:
+    yield from model_flags(config)
+    yield from ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(traits.vocab_size))
     if traits.num_experts:
-        yield f"--num-experts {traits.num_experts} --moe-router-topk {traits.experts_per_token}"
-        yield f"--moe-ffn-hidden-size {traits.moe_ffn_hidden_size} --moe-token-dispatcher-type alltoall"
-        yield "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001"
-        if not traits.norm_topk_prob:
-            yield "--moe-router-pre-softmax"
+        yield from ("--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "aux_loss")
+        yield from ("--moe-aux-loss-coeff", "0.001")

@@ -45,11 +45,11 @@ class Question:
         shape = model.shape
         parts = [
             *model.flags,
-            f"--seq-length {shape.sequence} --max-position-embeddings {shape.sequence}",
+            f"--seq-length {shape.sequence}",
             *layout.flags(experts=bool(shape.experts)),
             f"--global-batch-size {training.global_batch} --train-iters {STEPS} --lr 1e-5 --lr-decay-style constant",
-            "--attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer --overlap-grad-reduce",
-            "--overlap-param-gather --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader",
+            "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            "--no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader",
             "--mock-data --eval-iters 0 --eval-interval 1000 --log-interval 1",
         ]
         if training.grad_bytes == WEIGHT_BYTES:

@@ -23,7 +23,9 @@ from benchmarks.sweep.runs import Outcome, StateFile, Status, measured, why
 from benchmarks.sweep.search import Question, Sweep, candidates
 from benchmarks.sweep.step_time import Machine, step_seconds
 from benchmarks.train_shapes import GIB
-from tests.integration.tiny_models import DEEPSEEK_V3, LLAMA, QWEN3, QWEN3_MOE
+from megatron_patches.refit.checkpoints.hf_flags import model_flags
+from megatron_patches.refit.errors import UnsupportedModelError
+from tests.integration.tiny_models import DEEPSEEK_V3, LLAMA, QWEN2, QWEN3, QWEN3_MOE
 
 
 def read(folder: Path, config: dict[str, object], sequence: int = 64) -> Model:
@@ -93,13 +95,25 @@ def test_flags_say_what_the_layout_and_the_model_are(tmp_path: Path) -> None:
     assert not any(word in plain for word in ("etp", "parallel-size", "fp8", "reduce-in-bf16", "recompute"))
 
 
-def test_flags_have_the_scaling_of_rotary_positions_and_the_order_of_the_softmax(tmp_path: Path) -> None:
-    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    scaled = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **scaling}}
-    assert "--use-rope-scaling --rope-scaling-factor 32.0" in read(tmp_path, scaled).flags
-    assert not any("rope-scaling" in flag for flag in read(tmp_path, LLAMA).flags)
-    assert "--moe-router-pre-softmax" in read(tmp_path, QWEN3_MOE | {"norm_topk_prob": False}).flags
-    assert "--moe-router-pre-softmax" not in read(tmp_path, QWEN3_MOE | {"norm_topk_prob": True}).flags
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, QWEN3_MOE], ids=lambda config: str(config["model_type"]))
+def test_flags_of_a_model_are_those_of_refit_flags(tmp_path: Path, config: dict[str, object]) -> None:
+    flags = model_flags(config)
+    assert read(tmp_path, config).flags[: len(flags)] == tuple(flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sequence", "message"),
+    [
+        ({"sliding_window": 8}, 64, r"Megatron cannot build this LlamaForCausalLM: .*\(sliding_window 8\)"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64, "cannot build .* scaled by .*yarn"),
+        ({}, 65, "--sequence is 65, and the model's max_position_embeddings is 64"),
+    ],
+)
+def test_a_model_that_megatron_cannot_train_is_refused(
+    tmp_path: Path, changes: dict[str, object], sequence: int, message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, LLAMA | changes, sequence)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from megatron_patches.refit.checkpoints.safetensors_layout import INDEX_NAME
 from megatron_patches.refit.errors import LoadError
@@ -20,7 +23,16 @@ from megatron_patches.refit.models.config_traits import read_config
 
 _SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _DTYPE: Mapping[str, str] = {code: dtype for dtype, code in SAFETENSORS_CODE.items()}
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +109,7 @@ def _indexed(directory: Path) -> Mapping[str, str]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LoadError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
         raise LoadError(f"{path} is not JSON: {error}") from error
     where = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(where, dict) or not where:
@@ -133,27 +145,27 @@ def _tensors_of(path: Path) -> Iterator[StoredTensor]:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise LoadError(f"{path} is no complete safetensors file: it has {size} bytes; download it again")
-            header = json.loads(handle.read(length))
+            header = msgspec.json.decode(handle.read(length), type=dict[str, msgspec.Raw])
     except OSError as error:
         raise LoadError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise LoadError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise LoadError(f"{path} is no safetensors file: its header is no object")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LoadError(f"{path} is no safetensors file: its header is no JSON object ({error})") from error
     for name, entry in header.items():
         if name != "__metadata__":
             yield _tensor(path, name, entry, 8 + length, size)
 
 
-def _tensor(path: Path, name: str, entry: object, begin: int, size: int) -> StoredTensor:
+def _tensor(path: Path, name: str, content: msgspec.Raw, begin: int, size: int) -> StoredTensor:
     """One entry of a header. Tensors begin at byte ``begin`` of a file of ``size`` bytes."""
-    if not isinstance(entry, Mapping) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise LoadError(f"{path} does not say dtype, shape and data_offsets of {name}")
-    dtype = _DTYPE.get(entry["dtype"])
+    try:
+        entry = msgspec.json.decode(content, type=_Entry)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LoadError(f"{path} does not say dtype, shape and data_offsets of {name}: {error}") from error
+    dtype = _DTYPE.get(entry.dtype)
     if dtype is None:
-        raise LoadError(f"{name} in {path} is of type {entry['dtype']}; known are {', '.join(_DTYPE)}")
-    spec = TensorSpec(name, tuple(entry["shape"]), dtype)
-    first, stop = entry["data_offsets"]
+        raise LoadError(f"{name} in {path} is of type {entry.dtype}; known are {', '.join(_DTYPE)}")
+    spec = TensorSpec(name, entry.shape, dtype)
+    first, stop = entry.data_offsets
     if stop - first != spec.nbytes:
         raise LoadError(
             f"{name} in {path} has {stop - first} bytes; its shape {spec.shape} of {dtype} needs {spec.nbytes}"

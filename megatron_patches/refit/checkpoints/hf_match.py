@@ -6,6 +6,7 @@ family's default, and a setting of any family is compared without being listed h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -207,8 +208,17 @@ def unsupported(config: Mapping[str, object]) -> Iterator[str]:
         yield f"its attention has a window (sliding_window {config['sliding_window']})"
     if config.get("partial_rotary_factor") not in (None, 1, 1.0):
         yield f"it rotates a part of each head (partial_rotary_factor {config['partial_rotary_factor']})"
+    if config.get("mamba_hidden_act") not in (None, "silu", "swish"):
+        yield f"its Mamba mixers have another activation than SiLU (mamba_hidden_act {config['mamba_hidden_act']!r})"
+    if config.get("time_step_limit") is not None and not _is_unlimited(config["time_step_limit"]):
+        yield f"its Mamba mixers clamp the time step (time_step_limit {config['time_step_limit']})"
     if config.get("rope_interleave", True) is False:
         yield "it rotates halves of a head against each other (rope_interleave False)"
+
+
+def _is_unlimited(limit: object) -> bool:
+    """Whether limits of the time step are 0 and infinity, which transformers writes in either of two ways."""
+    return limit in ([0, math.inf], [0, {"__float__": "Infinity"}])
 
 
 def _difference(name: str, given: object, mine: object) -> str:

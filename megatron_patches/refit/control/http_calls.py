@@ -131,7 +131,7 @@ class HttpCalls:
             raise self._refusal(route, answer.status, said, is_guarded=is_guarded)
         try:
             found = json.loads(said) if said else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
             raise RefitError(f"{self.url}/{route} answered no JSON but {_shown(said)}") from error
         if not is_guarded and isinstance(found, dict) and "world_size" in found:
             logger.warning(
@@ -152,7 +152,7 @@ class HttpCalls:
 def _check_url(url: str) -> None:
     try:
         parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.path.isascii()
     except ValueError:  # for example a port that is not a number
         usable = False
     if "@" in url:  # not shown, because it may contain a password

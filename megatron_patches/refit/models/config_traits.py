@@ -26,7 +26,7 @@ def read_config(path: Path) -> Mapping[str, object]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnsupportedModelError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
         raise UnsupportedModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{file} is not the configuration of a model")

@@ -80,6 +80,7 @@ def test_the_size_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("raw", "message"),
     [
         (ok("<html>hello</html>"), r"http://.*/get_world_size answered no JSON but <html>hello</html>"),
+        (ok("[" * 100_000), r"http://.*/get_world_size answered no JSON but \[\[\["),
         (ok('{"size": 4}'), r"http://.*/get_world_size answered \{'size': 4\}, without world_size"),
         (ok("[]"), r"without world_size"),
         (ok(""), r"without world_size"),
@@ -98,7 +99,7 @@ def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
             prepare([engine])
 
 
-@pytest.mark.parametrize("url", ["http://", "10.0.0.5:8000", "http://[::1", "http://a:b", "http://a?x=1"])
+@pytest.mark.parametrize("url", ["http://", "10.0.0.5:8000", "http://[::1", "http://a:b", "http://a?x=1", "http://a/é"])
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"engine URL .* must be like http://"):
         HttpEngine(url)

@@ -79,7 +79,10 @@ def _claim(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable
         (_cut, f"{FIRST} is cut off: .* download it again"),
         (lambda folder: (folder / FIRST).write_bytes(b"short"), f"{FIRST} is no complete safetensors file"),
         (lambda folder: (folder / FIRST).write_bytes(b"\xff" * 99), f"{FIRST} is no complete safetensors file"),
-        (lambda folder: (folder / FIRST).write_bytes(b"\x02" + bytes(7) + b"{]"), "its header is not JSON"),
+        (lambda folder: (folder / FIRST).write_bytes(b"\x02" + bytes(7) + b"{]"), "its header is no JSON object"),
+        (lambda folder: (folder / FIRST).write_bytes(b"\x02" + bytes(7) + b"[]"), "its header is no JSON object"),
+        (lambda folder: (folder / INDEX).write_text("[" * 100_000), f"{INDEX} is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
         (lambda folder: (folder / INDEX).unlink(), "has 2 safetensors files and no model.safetensors.index.json"),
         (lambda folder: (folder / INDEX).write_text("{"), f"{INDEX} is not JSON"),
         (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX} has no weight_map"),
@@ -92,6 +95,21 @@ def _claim(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable
         (_claim(lambda header: header["a.weight"].update(shape=[3, 6])), "a.weight in .* has 60 bytes; .* needs 72"),
         (_claim(lambda header: header["a.weight"].update(dtype="F4")), "a.weight in .* is of type F4; known are"),
         (_claim(lambda header: header["a.weight"].pop("shape")), "does not say dtype, shape and data_offsets of a.w"),
+        (
+            _claim(lambda header: header["a.weight"].update(dtype=["F32"])),
+            "does not say dtype, .* of a.weight: Expected",
+        ),
+        (_claim(lambda header: header["a.weight"].update(shape=5)), "does not say dtype, .* of a.weight: Expected"),
+        (
+            _claim(lambda header: header["a.weight"].update(shape=[-3, -5])),
+            "does not say .* of a.weight: Expected `int`",
+        ),
+        (_claim(lambda header: header["a.weight"].update(data_offsets=[0])), "does not say .* of a.weight: Expected"),
+        (
+            _claim(lambda header: header["a.weight"].update(data_offsets=[-60, 0])),
+            "does not say .* of a.weight: Expected",
+        ),
+        (_claim(lambda header: header.update({"a.weight": None})), "does not say .* of a.weight: Expected `object`"),
         (lambda folder: (folder / "config.json").unlink(), "cannot read .*config.json"),
         (
             lambda folder: save_file(TENSORS, folder / "model.safetensors"),

@@ -40,6 +40,9 @@ LLAMA_3 = {
 def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: str) -> None:
     family = family_from_config(CONFIGS[name])
     check_config(CONFIGS[name], family)
+    harmless = {"mamba_hidden_act": "silu", "time_step_limit": [0.0, float("inf")]}
+    check_config({**CONFIGS[name], **harmless}, family)
+    check_config({**CONFIGS[name], "time_step_limit": [0.0, {"__float__": "Infinity"}]}, family)
     check_config({**family.config(), "torch_dtype": "float16", "transformers_version": "4.2"}, family)
 
 
@@ -76,6 +79,8 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("deepseek_v3", {"rope_interleave": False}, r"it rotates halves of a head .*\(rope_interleave False\)"),
         ("deepseek_v3", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run \(--mtp-num-layers, --hyb"),
         ("nemotron_h", {"ssm_state_size": 7}, r"ssm_state_size is 7 .* 5 in this run \(--mamba-state-dim\)"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, r"another activation than SiLU \(mamba_hidden_act 'gelu'\)"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, r"clamp the time step \(time_step_limit \[0.0, 0.1\]\)"),
         ("nemotron_h", {"hybrid_override_pattern": "ME*M-EM*"}, r"'ME\*M-EM\*' .* \(--hybrid-layer-pattern\)"),
         ("nemotron_h", {"moe_latent_size": None}, r"moe_latent_size is None .* 24 in this run \(--moe-latent-size\)"),
         ("nemotron_h", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run \(--mtp-num-layers, --hybrid-layer-p"),
