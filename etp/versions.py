@@ -143,6 +143,9 @@ class WeightVersions:
         formats = dict.fromkeys(member.format for member in members if member.format is not None)
         label = f"publication of {members[0].name} and {len(members) - 1} other weight groups"
 
+        # Outside inference mode even when called inside: quantized copies outlive the caller's mode.
+        @torch.inference_mode(False)
+        @torch.no_grad()
         def publish() -> None:
             chosen = [(form, [member for member in members if member.format == form]) for form in formats]
             quantizations = [self._quantization(form, groups, route) for form, groups in chosen]
