@@ -184,6 +184,10 @@ class WeightVersions:
             layouts = [group.layout for group in every]
             numel = sum(len(stack) * format_.copied(layout) for stack, layout in zip(shards, layouts, strict=True))
             quantization = format_.quantization(shards, layouts, route.transport.published_memory(numel))
+            if quantized is not None:
+                # Each group refers to the copies of all.
+                for group in set(quantized.groups).difference(every):
+                    group.forget_quantized(quantized.quantization)
             quantized = self._quantizations[key] = _Quantized(every, shards, quantization)
         for index, group in enumerate(quantized.groups):
             if group.format == format_:
