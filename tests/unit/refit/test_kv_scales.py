@@ -57,7 +57,8 @@ def test_the_order_in_which_layers_are_given_does_not_matter() -> None:
     source = KVScaleSource(ModuleSource(nn.Linear(2, 2), {}))
     source.values = scale_values({0: ONE, 1: other})
     views = {one.box.tensor: one.view for one in source.describe(0).manifest.placements if is_kv_scale(one.box.tensor)}
-    for given in ({0: ONE, 1: other}, {1: ONE, 0: other}, {1: other, 0: ONE}):
+    orders: list[dict[int | str, KVScales]] = [{0: ONE, 1: other}, {1: ONE, 0: other}, {1: other, 0: ONE}]
+    for given in orders:
         source.values = scale_values(given)
         source.settle()
         memory = torch.from_numpy(source.look_up()["kv_scales"]).view(torch.float32)
