@@ -81,6 +81,29 @@ class Layer(nn.Linear):
         return x @ full.t()[:, :COLUMNS]
 
 
+def published_after_changes(rank: int, world_size: int) -> list[bool]:
+    """For each layer, whether its copies are those of its shard after a change of this layer alone, without a pass."""
+    del rank, world_size
+    torch.manual_seed(5)
+    model = nn.Sequential(*(Layer(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)))
+    config = etp.EtpConfig(pad_for_alignment=4, reuse_across_forwards=True)
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    for layer in model:
+        layer.format_ = Bytes()
+    with torch.no_grad():
+        model(torch.ones(5, COLUMNS))
+    right = []
+    for layer, group in zip(model, runtime.groups, strict=True):
+        shard = cast("etp.ETPShardedParam", layer.weight).local_shard()
+        with torch.no_grad():
+            shard.neg_()
+        runtime.publish_weights()
+        amax = shard.abs().max()
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        right.append(torch.equal(group.sources()[0], _to_bytes(shard, amax)))
+    return right
+
+
 def copies_kept(rank: int, world_size: int, reuse: bool) -> tuple[list[int], list[bool]]:
     """Passes in which the last layer is in no format, which the first pass does not know, and then in and out of it.
 

@@ -25,3 +25,8 @@ def test_a_layer_that_leaves_a_format_keeps_no_copies(reuse: bool) -> None:
         # A pass learns that a layer has left when it is visited; the next one quantizes without it.
         assert copies == [3, 2, 2, 3, 3, 2, 3]
         assert right == [True] * 7
+
+
+def test_replays_see_a_change_of_any_layer() -> None:
+    """A part that is captured into a CUDA graph reads what was published last."""
+    assert run_distributed(bodies.published_after_changes, 2) == [[True] * bodies.LAYERS] * 2
