@@ -195,6 +195,14 @@ class WeightGroup:
         """Gather the copies of group ``index`` of a quantization in :attr:`format`."""
         self._quantized = quantization, index
 
+    def forget_quantized(self, quantization: Quantization) -> None:
+        """Keep no copy of a former quantization alive, because the weights have left its format."""
+        if self._quantized is not None and self._quantized[0] is quantization:
+            self._quantized = None
+            if self.observed is not None and self.observed[1] != self.format:
+                # Should they return to it, they must be published again.
+                self.observed = None
+
     def published(self) -> Sequence[Stack]:
         """What this rank publishes: its shards, or all parts of their quantized copies."""
         if self.format is None:

@@ -243,8 +243,19 @@ class EtpRuntime:
         for group in {group.process_group: group for group in ordered}.values():
             route = self.routes.of(group)
             group.read_shards(self.passes.number)
-            self._weights.observe(group, route, self.passes.number, in_backward=False)
+            changed = group
+            if group.is_published and group.is_observed(self._weights.stamp):
+                # PyTorch counts the changes of each shard alone.
+                members = (other for other in self.groups if other.process_group == group.process_group)
+                changed = next(filter(self._is_unpublished, members), group)
+            self._weights.observe(changed, route, self.passes.number, in_backward=False)
             route.gather.join()
+
+    def _is_unpublished(self, group: WeightGroup) -> bool:
+        """Whether peers are to read a publication of ``group`` that there is not yet."""
+        self.routes.of(group)
+        group.read_shards(self.passes.number)
+        return group.is_published and not group.is_observed(self._weights.stamp)
 
     def drain(self) -> None:
         """Finish all reductions and gathers in flight, inside or outside of a capture."""

@@ -143,6 +143,9 @@ class WeightVersions:
         formats = dict.fromkeys(member.format for member in members if member.format is not None)
         label = f"publication of {members[0].name} and {len(members) - 1} other weight groups"
 
+        # Outside inference mode even when called inside: quantized copies outlive the caller's mode.
+        @torch.inference_mode(False)
+        @torch.no_grad()
         def publish() -> None:
             chosen = [(form, [member for member in members if member.format == form]) for form in formats]
             quantizations = [self._quantization(form, groups, route) for form, groups in chosen]
@@ -181,6 +184,10 @@ class WeightVersions:
             layouts = [group.layout for group in every]
             numel = sum(len(stack) * format_.copied(layout) for stack, layout in zip(shards, layouts, strict=True))
             quantization = format_.quantization(shards, layouts, route.transport.published_memory(numel))
+            if quantized is not None:
+                # Each group refers to the copies of all.
+                for group in set(quantized.groups).difference(every):
+                    group.forget_quantized(quantized.quantization)
             quantized = self._quantizations[key] = _Quantized(every, shards, quantization)
         for index, group in enumerate(quantized.groups):
             if group.format == format_:

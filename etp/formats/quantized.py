@@ -121,8 +121,9 @@ class QuantizedShards[F: WeightFormat](Quantization):
         key = index, transposed, tuple(trained)
         tensors = made.get(key)
         if tensors is None:
-            # Once for each slot, because making 128 takes a millisecond.
-            tensors = made[key] = [self._tensor(index, each, columns=transposed) for each in trained]
+            # Once for each slot, because making 128 takes a millisecond. Hence outside the caller's inference mode.
+            with torch.inference_mode(False):
+                tensors = made[key] = [self._tensor(index, each, columns=transposed) for each in trained]
         arrays = made.get((index, transposed))
         if arrays is None:
             arrays, is_new = self.arrays(index, gathered, columns=transposed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,12 @@ class Bytes(WeightFormat):
         return _Bytes(shards, layouts)
 
 
+_LIVE: WeakSet[Quantization] = WeakSet()
+
+
 class _Bytes(Quantization):
     def __init__(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> None:
+        _LIVE.add(self)
         self.copies = [Stack.allocate(len(stack), stack.shape, torch.uint8, stack.device) for stack in shards]
         self._shards, self._layouts = shards, layouts
         self._amax = torch.zeros(len(shards))
@@ -74,6 +79,63 @@ class Layer(nn.Linear):
         weight = cast("etp.ETPShardedParam", self.weight)
         (full,) = weight.driver.gathers.visit(weight.weight_group, self.format_)
         return x @ full.t()[:, :COLUMNS]
+
+
+def published_after_changes(rank: int, world_size: int) -> list[bool]:
+    """For each layer, whether its copies are those of its shard after a change of this layer alone, without a pass."""
+    del rank, world_size
+    torch.manual_seed(5)
+    model = nn.Sequential(*(Layer(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)))
+    config = etp.EtpConfig(pad_for_alignment=4, reuse_across_forwards=True)
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    for layer in model:
+        layer.format_ = Bytes()
+    with torch.no_grad():
+        model(torch.ones(5, COLUMNS))
+    right = []
+    for layer, group in zip(model, runtime.groups, strict=True):
+        shard = cast("etp.ETPShardedParam", layer.weight).local_shard()
+        with torch.no_grad():
+            shard.neg_()
+        runtime.publish_weights()
+        amax = shard.abs().max()
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        right.append(torch.equal(group.sources()[0], _to_bytes(shard, amax)))
+    return right
+
+
+def copies_kept(rank: int, world_size: int, reuse: bool) -> tuple[list[int], list[bool]]:
+    """Passes in which the last layer is in no format, which the first pass does not know, and then in and out of it.
+
+    Returns:
+        after each pass, how many copies of a shard exist; whether each output is that of weights in their formats.
+    """
+    del world_size
+    torch.manual_seed(5)
+    model = nn.Sequential(*(Layer(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)))
+    wholes = [cast("nn.Linear", layer).weight.detach().clone() for layer in model]
+    config = etp.EtpConfig(pad_for_alignment=4, reuse_across_forwards=reuse)
+    etp.shard_module(model, dist.group.WORLD, config=config)
+    copies, right = [], []
+    for last in (None, None, None, Bytes(), None, None, Bytes()):
+        if not reuse or last is None:
+            with torch.no_grad():
+                for layer, whole in zip(model, wholes, strict=True):
+                    whole.mul_(0.5)
+                    cast("etp.ETPShardedParam", layer.weight).local_shard().mul_(0.5)
+        x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(rank))
+        found, wanted = x, x
+        with torch.no_grad():
+            for number, (layer, whole) in enumerate(zip(model, wholes, strict=True)):
+                assert isinstance(layer, Layer)
+                layer.format_ = last if number == LAYERS - 1 else Bytes()
+                amax = whole.abs().max()
+                weight = _from_bytes(_to_bytes(whole, amax), amax) if layer.format_ else whole
+                wanted = wanted @ weight.t()[:, :COLUMNS]
+            found = model(found)
+        right.append(torch.equal(found, wanted))
+        copies.append(sum(len(quantization.copies) for quantization in _LIVE))
+    return copies, right
 
 
 def gathered_in_a_format(

@@ -428,3 +428,30 @@ def refused_on_blackwell(rank: int, world_size: int, shim: str) -> dict[str, str
         except ValueError as error:
             answers[case] = str(error)
     return answers
+
+
+def trained_after_inference(rank: int, world_size: int, shim: str, recipe: str) -> list[bool]:
+    """Steps that are each preceded by an evaluation in inference mode, the first of all passes.
+
+    Returns:
+        for each step and kind of module, whether the output is that of the whole module, with a gradient of the input.
+    """
+    prepare(shim, recipe)
+    right = []
+    for kind in KINDS:
+        whole, sharded = _build(kind), _build(kind)
+        sharded.load_state_dict(whole.state_dict())
+        etp.shard_module(sharded, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=128))
+        for step in range(2):
+            _draw(whole, sharded, step)
+            with torch.inference_mode():
+                _run(sharded, _inputs(step, rank), kind, recipe)
+            _draw(whole, sharded, step + 2)
+            outputs = []
+            for side in (whole, sharded):
+                x = _inputs(step, rank).requires_grad_()
+                y = _run(side, x, kind, recipe)
+                y.float().square().mean().backward()
+                outputs.append((y.detach(), x.grad))
+            right.append(all(torch.equal(mine, its) for its, mine in zip(*outputs, strict=True)))
+    return right

@@ -17,3 +17,16 @@ def test_weights_are_those_of_the_format(ranks: int, depth: int, reuse: bool) ->
         assert right == [True] * 6
         if depth == 0:
             assert received == expected
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_layer_that_leaves_a_format_keeps_no_copies(reuse: bool) -> None:
+    for copies, right in run_distributed(bodies.copies_kept, 2, args=(reuse,)):
+        # A pass learns that a layer has left when it is visited; the next one quantizes without it.
+        assert copies == [3, 2, 2, 3, 3, 2, 3]
+        assert right == [True] * 7
+
+
+def test_replays_see_a_change_of_any_layer() -> None:
+    """A part that is captured into a CUDA graph reads what was published last."""
+    assert run_distributed(bodies.published_after_changes, 2) == [[True] * bodies.LAYERS] * 2

@@ -47,6 +47,12 @@ def test_layers_in_and_out_of_fp8() -> None:
         assert formats[4] == " ".join([stored, *[block] * 4, stored])
 
 
+@pytest.mark.parametrize("recipe", ["Float8BlockScaling", pytest.param("NVFP4BlockScaling", marks=pytest.mark.slow)])
+def test_a_training_may_begin_with_an_evaluation_in_inference_mode(recipe: str) -> None:
+    answers = run_distributed(bodies.trained_after_inference, 2, args=(str(SHARED), recipe), fresh=True)
+    assert answers == [[True] * 2 * len(bodies.KINDS)] * 2
+
+
 def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
     for answers in run_distributed(bodies.refused, 2, args=(str(SHARED),), fresh=True):
         assert set(answers) == {"alignment", "one-dimensional"}

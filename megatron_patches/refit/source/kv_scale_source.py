@@ -27,13 +27,14 @@ class KVScaleSource:
         source: the weights.
 
     Attributes:
-        values: the scales that this rank gives, by name of the tensor; the first rank gives all. They may change
-            between two pushes, their names only before :meth:`describe`.
+        values: the scales that this rank gives, by name of the tensor; the first rank gives all. They, and their order,
+            may change between two pushes, their names only before :meth:`describe`.
     """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self.values: Mapping[str, float] = {}
+        self._names: list[str] = []  # of the scales as they lie in memory
         self._scales = torch.empty(0)
 
     @property
@@ -47,7 +48,8 @@ class KVScaleSource:
         Raises:
             RefitError: as the other source.
         """
-        held, names = self._source.describe(rank), list(self.values)
+        held = self._source.describe(rank)
+        self._names = names = list(self.values)
         self._scales = torch.empty(len(names), dtype=torch.float32, device=self.device)
         if not names:
             return held
@@ -67,7 +69,7 @@ class KVScaleSource:
         """Settles the other source, and takes over the scales that :attr:`values` has now."""
         self._source.settle()
         if self._scales.numel():
-            self._scales.copy_(torch.tensor(list(self.values.values()), dtype=torch.float32))
+            self._scales.copy_(torch.tensor([self.values[name] for name in self._names], dtype=torch.float32))
 
     def look_up(self) -> Memory:
         """The memory of the other source, and of the scales.

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_patches.refit.control.kv_scales import KVScales, is_kv_scale, scale_values, split_name
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.source.kv_scale_source import KVScaleSource
+from megatron_patches.refit.source.modules import ModuleSource
 
 ONE = KVScales(k_scale=0.5, v_scale=0.25)
 
@@ -46,3 +49,17 @@ def test_what_names_no_layer_is_refused(layer: Any) -> None:
 def test_no_scales_at_all_are_refused() -> None:
     with pytest.raises(RefitError, match="kv_scales is empty"):
         scale_values({})
+
+
+def test_the_order_in_which_layers_are_given_does_not_matter() -> None:
+    """A push with the same layers in another order finds memory that is laid out for the first order."""
+    other = KVScales(k_scale=2.0, v_scale=4.0)
+    source = KVScaleSource(ModuleSource(nn.Linear(2, 2), {}))
+    source.values = scale_values({0: ONE, 1: other})
+    views = {one.box.tensor: one.view for one in source.describe(0).manifest.placements if is_kv_scale(one.box.tensor)}
+    orders: list[dict[int | str, KVScales]] = [{0: ONE, 1: other}, {1: ONE, 0: other}, {1: other, 0: ONE}]
+    for given in orders:
+        source.values = scale_values(given)
+        source.settle()
+        memory = torch.from_numpy(source.look_up()["kv_scales"]).view(torch.float32)
+        assert {name: view.tensor(memory).item() for name, view in views.items()} == source.values
