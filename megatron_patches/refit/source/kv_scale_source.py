@@ -34,6 +34,7 @@ class KVScaleSource:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self.values: Mapping[str, float] = {}
+        self._names: list[str] = []  # of the scales, in the order of their places
         self._scales = torch.empty(0)
 
     @property
@@ -48,6 +49,7 @@ class KVScaleSource:
             RefitError: as the other source.
         """
         held, names = self._source.describe(rank), list(self.values)
+        self._names = names
         self._scales = torch.empty(len(names), dtype=torch.float32, device=self.device)
         if not names:
             return held
@@ -67,7 +69,9 @@ class KVScaleSource:
         """Settles the other source, and takes over the scales that :attr:`values` has now."""
         self._source.settle()
         if self._scales.numel():
-            self._scales.copy_(torch.tensor(list(self.values.values()), dtype=torch.float32))
+            # By name, because a later push may give the layers in another order.
+            values = [self.values[name] for name in self._names]
+            self._scales.copy_(torch.tensor(values, dtype=torch.float32))
 
     def look_up(self) -> Memory:
         """The memory of the other source, and of the scales.

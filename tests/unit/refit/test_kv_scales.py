@@ -10,6 +10,8 @@ import torch
 
 from megatron_patches.refit.control.kv_scales import KVScales, is_kv_scale, scale_values, split_name
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.source.kv_scale_source import KVScaleSource
+from megatron_patches.refit.source.modules import ModuleSource
 
 ONE = KVScales(k_scale=0.5, v_scale=0.25)
 
@@ -46,3 +48,19 @@ def test_what_names_no_layer_is_refused(layer: Any) -> None:
 def test_no_scales_at_all_are_refused() -> None:
     with pytest.raises(RefitError, match="kv_scales is empty"):
         scale_values({})
+
+
+def test_scales_stay_with_their_layers_in_whatever_order_they_are_given() -> None:
+    source = KVScaleSource(ModuleSource(torch.nn.Linear(2, 2), {}))
+    other = KVScales(k_scale=2.0, v_scale=4.0)
+    source.values = scale_values({0: ONE, 1: other})
+    placements = source.describe(0).manifest.placements
+    source.values = scale_values({1: other, 0: ONE})  # the same layers, so nothing is described again
+    source.settle()
+    memory: Any = source.look_up()
+    sent = {
+        split_name(place.box.tensor): memory["kv_scales"].view("f4")[place.view.offset]
+        for place in placements
+        if is_kv_scale(place.box.tensor)
+    }
+    assert sent == {("0", "k_scale"): 0.5, ("0", "v_scale"): 0.25, ("1", "k_scale"): 2.0, ("1", "v_scale"): 4.0}
