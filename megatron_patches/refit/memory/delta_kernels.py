@@ -71,7 +71,8 @@ def _compact(  # type: ignore[no-untyped-def]
     places = (changed * width + 3) // 4 * 4
     bitmap_bytes = (count + _GROUP - 1) // _GROUP
     indexed = (count <= 1 << 32) & (4 * changed <= bitmap_bytes)
-    if places + tl.where(indexed, 4 * changed, bitmap_bytes) >= count * width:
+    # Divided, because of a load of 2 GiB the size does not fit into the 32 bits of "count".
+    if (places + tl.where(indexed, 4 * changed, bitmap_bytes)) // width >= count:
         tl.store(into + begin + at, value, mask=held)
     else:
         mask = differs != 0

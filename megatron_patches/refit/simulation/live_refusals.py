@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.layout.weight_format import BLOCK, WeightFormat
 
 _USUAL_ROTARY = (None, "default")
 # What Megatron's --use-rope-scaling computes, in the architectures that are exported with it.
@@ -16,7 +17,7 @@ _WITHOUT_SCALING = frozenset({"DeepseekV3ForCausalLM", "NemotronHForCausalLM"})
 
 
 def check_live(config: Mapping[str, object], architecture: str) -> None:
-    """Refuses a configuration whose engines could not receive any trainer's weights.
+    """Refuses a configuration whose engines could not receive any trainer's weights, or not in the type of training.
 
     Args:
         config: content of ``config.json``.
@@ -28,11 +29,27 @@ def check_live(config: Mapping[str, object], architecture: str) -> None:
     reasons = [*_quantized(config), *_rotary(config, architecture), *_windowed(config)]
     if reasons:
         raise UnsupportedModelError(f"an engine of this configuration takes no trainer's weights: {'; '.join(reasons)}")
+    if _is_block_fp8(config.get("quantization_config")):
+        raise UnsupportedModelError(
+            "quantization_config (fp8): plans are of weights in the type in which they are trained; take it out to "
+            f"plan for the same model. A push sends such an engine weights in the format {WeightFormat.FP8_BLOCK} "
+            "(--weight-format)"
+        )
+
+
+def _is_block_fp8(method: object) -> bool:
+    """Whether linear layers are in block FP8, which a push can send but no plan has."""
+    blocks = [BLOCK, BLOCK]
+    return (
+        isinstance(method, Mapping)
+        and method.get("quant_method") == "fp8"
+        and method.get("weight_block_size") == blocks
+    )
 
 
 def _quantized(config: Mapping[str, object]) -> Iterator[str]:
     method = config.get("quantization_config")
-    if method:
+    if method and not _is_block_fp8(method):
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
         yield (
             f"quantization_config ({name}): only the engine knows the form of quantized weights; take it out, and "

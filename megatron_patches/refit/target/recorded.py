@@ -108,7 +108,8 @@ def recorded_manifest(
         UnmappedParameterError: if some element of a parameter was neither copied nor filled.
     """
     # The last of several copies to one place counts: a loader may copy again, or change what it has copied.
-    last = {(record.storage, record.write): record for record in copies}
+    # A copy of no elements counts for nothing, such as that of a rank whose part of the vocabulary is all padding.
+    last = {(record.storage, record.write): record for record in copies if math.prod(record.write.shape)}
     wanted: dict[Placement, None] = {}  # an ordered set, as a loader may copy the same elements again
     arrivals = _Arrivals(parameters)
     by_parameter: dict[str, list[Placement]] = {}

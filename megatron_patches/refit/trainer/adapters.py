@@ -13,6 +13,7 @@ from megatron_patches.refit.control.adapter_names import ADAPTER_NAME, version_n
 from megatron_patches.refit.control.exchange import together
 from megatron_patches.refit.control.kv_scales import KVScalesOfLayers
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.source.adapter import AdapterSource
 from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
@@ -40,14 +41,15 @@ class AdapterPublisher(WeightPublisher):
             finish.
         folder: absolute path of a folder on the engines' hosts. The workers of an engine write each version to a
             folder in it that only their user can read, from which vLLM loads it, and remove it after its last use.
-        options: as for :class:`WeightPublisher`. ``pause`` and ``memory`` mean nothing here, and
-            ``fan_out`` is refused.
+        options: as for :class:`WeightPublisher`. ``pause`` and ``memory`` mean nothing here. ``fan_out``, deltas and
+            quantized formats are refused.
         group: as for :class:`WeightPublisher`.
 
     Raises:
         UnsupportedModelError: if the model has no such adapter, or vLLM could not serve it as it is trained.
         RefitError: naming a module whose scale is not a finite number, or into whose weight the adapter is merged.
-        ValueError: if the name, the folder or ``keep`` is invalid, or deltas or ``fan_out`` are asked for.
+        ValueError: if the name, the folder or ``keep`` is invalid, or deltas, ``fan_out`` or a quantized format are
+            asked for.
     """
 
     def __init__(
@@ -71,6 +73,11 @@ class AdapterPublisher(WeightPublisher):
             raise ValueError("fan_out is on; engines send each other no adapters, which are small")
         if options is not None and options.payload is PayloadKind.DELTA:
             raise ValueError("payload is delta; versions of an adapter are sent whole, with payload whole")
+        if options is not None and options.weight_format.is_quantized:
+            raise ValueError(
+                f"weight_format is {options.weight_format}; an adapter's factors are sent as they are trained, with "
+                f"weight_format {WeightFormat.TRAINED}"
+            )
         self._adapter = AdapterSource(model, adapter)
         super().__init__(self._adapter, options=options, group=group)
         self._name, self._keep, self._folder = name, keep, folder

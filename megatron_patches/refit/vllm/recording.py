@@ -176,7 +176,8 @@ class _Recorder(TorchDispatchMode):
         write = _region(target)
         if self._is_filled(target):  # fills are made only after all weights have arrived
             raise UnsupportedModelError(f"the engine's loader fills elements of {storage} before it copies to them")
-        self._copied[_key(target)].append((write, origin))
+        if target.numel():  # a part of the vocabulary may be only padding
+            self._copied[_key(target)].append((write, origin))
         self.recording.copies.append(CopyRecord(origin.tensor, origin.region, storage, write, origin.steps))
         return target
 

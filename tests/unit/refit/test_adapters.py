@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, SCALE, session_folder
 from megatron_patches.refit.errors import ModelMismatchError, RefitError, StaleVersionError
 from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.weight_format import WeightFormat, quantized_weights
 from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
 from megatron_patches.refit.trainer.adapters import AdapterPublisher
 from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
@@ -294,6 +295,15 @@ def test_a_server_is_attached_once() -> None:
         check_given_once([first, second])
     with pytest.raises(TypeError, match="has no method add_adapter"):
         AdapterEngine(SimpleNamespace(name="an engine"), "a", 1, "/tmp")  # noqa: S108
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_block", "fp8_block_fp32_scales"])
+def test_factors_are_sent_as_they_are_trained(weight_format: str) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert quantized_weights({name: (8, 16)})  # workers would write its numbers without their scales
+    options = RefitOptions(weight_format=WeightFormat(weight_format))
+    with pytest.raises(ValueError, match=f"weight_format is {weight_format}; an adapter's factors are sent as"):
+        AdapterPublisher(torch.nn.Linear(1, 1), "a", options=options)
 
 
 def test_engines_send_each_other_no_adapters() -> None:

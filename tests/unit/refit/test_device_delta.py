@@ -156,6 +156,24 @@ def compare_loads(seed: int, fraction: float, device: str) -> int:
     return found
 
 
+def compact_a_large_load(device: str) -> None:
+    """The first block of a load of 2 GiB, of which nothing else is read: its size takes more than 32 bits."""
+    import triton.language as tl
+
+    from megatron_patches.refit.memory import delta_kernels
+
+    old = torch.zeros(2048, dtype=torch.int16, device=device)
+    new = old.clone()
+    new[:3] = torch.tensor([5, 6, 7])
+    out, count = torch.full((4096,), 77, dtype=torch.uint8, device=device), 1 << 30
+    ends = torch.tensor([3], device=device)
+    launch = delta_kernels._compact[(1,)]
+    launch(new, old, out, ends, count, element=tl.int16, width=2, groups=256, num_warps=4)
+    assert out[:6].view(torch.int16).tolist() == [5, 6, 7]
+    assert out[8:20].view(torch.int32).tolist() == [0, 1, 2]
+    assert out[20:].eq(77).all()
+
+
 def refuse_damage(device: str) -> None:
     """Nothing outside of the load is written, and the error says how many places are wrong."""
     from megatron_patches.refit.memory import delta_kernels
@@ -199,6 +217,7 @@ def body(rank: int, world_size: int, count: int) -> int:
     os.environ["TRITON_INTERPRET"] = "1"
     for seed in range(count):
         compare_arrays(np.random.default_rng(seed), "cpu")
+    compact_a_large_load("cpu")
     refuse_damage("cpu")
     refuse_damaged_packet("cpu")
     return compare_loads(3, 0.1, "cpu")

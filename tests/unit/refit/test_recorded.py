@@ -132,6 +132,23 @@ def test_padding_may_be_none() -> None:
     check(load_into, {"t": numbered(6)}, p=6)
 
 
+@pytest.mark.parametrize("start", [2, 6])
+def test_a_part_may_be_only_padding(start: int) -> None:
+    def load_into(parameters: dict[str, torch.Tensor]) -> Load:
+        def load(weights: Weights) -> None:
+            for _, tensor in weights:
+                part = tensor.narrow(0, start, 0)  # as vLLM's loader of a vocabulary takes it
+                parameters["p"].view(4, 3)[: part.shape[0]].copy_(part)
+                parameters["p"].view(4, 3)[part.shape[0] :].fill_(0.0)
+
+        return load
+
+    check(load_into, {"t": numbered(6, 3)}, p=12)
+    found = {"p": torch.full((12,), -1.0)}
+    manifest, _ = record(load_into(found), found, {"t": numbered(6, 3)})
+    assert not manifest.placements
+
+
 def test_what_the_loader_leaves_is_named() -> None:
     def load(weights: Weights) -> None:
         for _, tensor in weights:
