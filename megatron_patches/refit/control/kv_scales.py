@@ -53,6 +53,8 @@ def scale_values(kv_scales: KVScalesOfLayers) -> dict[str, float]:
     for layer, scales in kv_scales.items():
         if isinstance(layer, bool) or not _LAYER.fullmatch(str(layer)):
             raise RefitError(f"kv_scales: {layer!r} is neither the number nor the name of an attention layer")
+        if f"{_PREFIX}/{layer}/{KINDS[0]}" in found:
+            raise RefitError(f"kv_scales: layer {layer} is given twice, as a number and as a text; give it once")
         for kind in KINDS:
             value = getattr(scales, kind)
             if value is None and kind not in ("k_scale", "v_scale"):

@@ -59,7 +59,6 @@ class Move(IntEnum):
     UNPACK = 2
 
 
-_DO_DIGEST = tl.constexpr(int(Move.DIGEST))
 _DO_PACK = tl.constexpr(int(Move.PACK))
 _DO_UNPACK = tl.constexpr(int(Move.UNPACK))
 

@@ -46,6 +46,11 @@ def test_what_names_no_layer_is_refused(layer: Any) -> None:
         scale_values({layer: ONE})
 
 
+def test_a_layer_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(RefitError, match="kv_scales: layer 1 is given twice, as a number and as a text; give it once"):
+        scale_values({1: ONE, "1": KVScales(k_scale=2.0, v_scale=4.0)})
+
+
 def test_no_scales_at_all_are_refused() -> None:
     with pytest.raises(RefitError, match="kv_scales is empty"):
         scale_values({})
