@@ -306,11 +306,22 @@ def _check_folders(args: argparse.Namespace) -> None:
     starts_anew = load == save and not getattr(args, "exit_on_missing_checkpoint", False)
     if load is None or "://" in load or starts_anew or getattr(args, "pretrained_checkpoint", None) is not None:
         return
-    if not any((Path(load) / name).exists() for name in (_LATEST, "non_persistent")):
+    if not _has_checkpoint(args, Path(load)):
         raise UnsupportedConfigurationError(
             f"--load {load} has no checkpoint: there is no {_LATEST}; name the folder that --save named, or drop it to "
             "train from the start"
         )
+
+
+def _has_checkpoint(args: argparse.Namespace, folder: Path) -> bool:
+    """Whether Megatron looks for a checkpoint of ``--load`` ``folder`` where there is one."""
+    if getattr(args, "ckpt_step", None):
+        return True  # Megatron needs no other file then, and the load itself names a missing iteration
+    found = (folder / _LATEST).exists()
+    if args.non_persistent_ckpt_type == "global":
+        other = getattr(args, "non_persistent_global_ckpt_dir", None) or str(folder / "non_persistent")
+        found = found or "://" in other or (Path(other) / _LATEST).exists()
+    return found
 
 
 def _check_divides(flag: str, size: int, world_size: int, model_size: int, factors: str) -> None:

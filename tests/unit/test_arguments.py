@@ -489,6 +489,27 @@ def test_folders_of_checkpoints_are_looked_at_first(tmp_path: Path, monkeypatch:
         checked(save=str(missing))
 
 
+def test_a_checkpoint_is_looked_for_where_megatron_looks(tmp_path: Path) -> None:
+    """Only --ckpt-step needs no tracker, and only --non-persistent-ckpt-type global looks into other folders."""
+    load, fast = tmp_path / "load", tmp_path / "fast"
+    for folder in (load / "non_persistent", fast):
+        folder.mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text("4")
+
+    def checked(**settings: Any) -> None:
+        check(applied("--etp-size", "2", load=str(load), **settings))
+
+    (load / "iter_0000004").mkdir()
+    checked(ckpt_step=4)
+    checked(non_persistent_ckpt_type="global")
+    with pytest.raises(UnsupportedConfigurationError, match="/load has no checkpoint"):
+        checked()
+    (load / "non_persistent" / "latest_checkpointed_iteration.txt").unlink()
+    checked(non_persistent_ckpt_type="global", non_persistent_global_ckpt_dir=str(fast))
+    with pytest.raises(UnsupportedConfigurationError, match="/load has no checkpoint"):
+        checked(non_persistent_ckpt_type="global")
+
+
 def test_a_vocabulary_without_entries() -> None:
     with pytest.raises(UnsupportedConfigurationError, match="does not work with --vocab-size below 1; give the number"):
         check(applied("--etp-size", "2", vocab_size=0))
