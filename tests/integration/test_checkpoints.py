@@ -146,6 +146,7 @@ CASES = (
         ranks=2,
         needs="emerging_optimizers",
     ),
+    Case("from_etp2_sgd", f"--etp-size 2 {PAD}", ("", f"--etp-size 2 {PAD}"), common="--optimizer sgd", ranks=2),
     Case("from_moe_ep2_to_no_expert_parallelism", f"--etp-size 2 {EP2} {PAD}", ("",), model=MOE),
     Case(
         "from_moe_bf16_to_expert_parallelism",
