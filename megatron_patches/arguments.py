@@ -33,10 +33,13 @@ class MegatronEtpConfig:
     Attributes:
         engine: options of the engine; Megatron's loss normalisation determines its ``grad_reduction``.
         print_chains: print the order in which weights are gathered, once it is known.
+        parameters_in_place: let peers read shards where they are, in symmetric memory, if the transport does so. Such
+            memory cannot be shared with another process of this rank.
     """
 
     engine: EtpConfig = field(default_factory=EtpConfig)
     print_chains: bool = False
+    parameters_in_place: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -203,7 +206,9 @@ def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
         )
     except ValueError as error:
         raise UnsupportedConfigurationError(_with_flags(str(error))) from error
-    return MegatronEtpConfig(engine=engine, print_chains=args.etp_print_chains)
+    # With --async-save, another process copies the parameters from the GPU.
+    in_place = not getattr(args, "async_save", False)
+    return MegatronEtpConfig(engine=engine, print_chains=args.etp_print_chains, parameters_in_place=in_place)
 
 
 def _with_flags(message: str) -> str:

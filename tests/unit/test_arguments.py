@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from etp.config import EtpConfig, GradReduction, TransportName
+from megatron_patches import weight_shard_api
 from megatron_patches.arguments import (
     UnsupportedConfigurationError,
     add_arguments,
@@ -20,6 +21,7 @@ from megatron_patches.arguments import (
     is_active,
 )
 from megatron_patches.refusals import GRAPH_REFUSALS, REFUSALS
+from megatron_patches.weight_shard_api import WeightShardApi
 
 
 def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
@@ -141,6 +143,18 @@ def test_every_flag_reaches_the_engine() -> None:
         reduce_once_per_iteration=True,
         timeout_s=12.5,
     )
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_parameters_that_another_process_saves_stay_where_it_can_read_them(
+    monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    """Symmetric memory has no handle for another process, which the writer of --async-save would wait for."""
+    moved: list[object] = []
+    monkeypatch.setattr(weight_shard_api, "move_into_symmetric_memory", lambda chunk, _runtime: moved.append(chunk))
+    chunk = torch.nn.Linear(2, 2)
+    WeightShardApi(config_from_args(applied("--etp-size", "2", async_save=async_save))).classify_chains(chunk)
+    assert moved == ([] if async_save else [chunk])
 
 
 @pytest.mark.parametrize(
