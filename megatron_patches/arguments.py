@@ -33,10 +33,13 @@ class MegatronEtpConfig:
     Attributes:
         engine: options of the engine; Megatron's loss normalisation determines its ``grad_reduction``.
         print_chains: print the order in which weights are gathered, once it is known.
+        parameters_in_place: let peers read shards where they are, in symmetric memory, if the transport does so. Such
+            memory cannot be shared with another process of this rank.
     """
 
     engine: EtpConfig = field(default_factory=EtpConfig)
     print_chains: bool = False
+    parameters_in_place: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -203,7 +206,9 @@ def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
         )
     except ValueError as error:
         raise UnsupportedConfigurationError(_with_flags(str(error))) from error
-    return MegatronEtpConfig(engine=engine, print_chains=args.etp_print_chains)
+    # With --async-save, another process copies the parameters from the GPU.
+    in_place = not getattr(args, "async_save", False)
+    return MegatronEtpConfig(engine=engine, print_chains=args.etp_print_chains, parameters_in_place=in_place)
 
 
 def _with_flags(message: str) -> str:
@@ -306,11 +311,22 @@ def _check_folders(args: argparse.Namespace) -> None:
     starts_anew = load == save and not getattr(args, "exit_on_missing_checkpoint", False)
     if load is None or "://" in load or starts_anew or getattr(args, "pretrained_checkpoint", None) is not None:
         return
-    if not any((Path(load) / name).exists() for name in (_LATEST, "non_persistent")):
+    if not _has_checkpoint(args, Path(load)):
         raise UnsupportedConfigurationError(
             f"--load {load} has no checkpoint: there is no {_LATEST}; name the folder that --save named, or drop it to "
             "train from the start"
         )
+
+
+def _has_checkpoint(args: argparse.Namespace, folder: Path) -> bool:
+    """Whether Megatron looks for a checkpoint of ``--load`` ``folder`` where there is one."""
+    if getattr(args, "ckpt_step", None):
+        return True  # Megatron needs no other file then, and the load itself names a missing iteration
+    found = (folder / _LATEST).exists()
+    if args.non_persistent_ckpt_type == "global":
+        other = getattr(args, "non_persistent_global_ckpt_dir", None) or str(folder / "non_persistent")
+        found = found or "://" in other or (Path(other) / _LATEST).exists()
+    return found
 
 
 def _check_divides(flag: str, size: int, world_size: int, model_size: int, factors: str) -> None:

@@ -322,6 +322,14 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
 
         return replacement
 
+    def with_random_state(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            with torch.random.fork_rng(devices=()):
+                return original(*args, **kwargs)
+
+        return replacement
+
     def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any) -> Any:
@@ -337,6 +345,12 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             replace=allow_no_cuda,
             reason="pretrain() does not pass its allow_no_cuda on",
             sha256="c813ba71782bfc73",
+        ),
+        PatchRecord(
+            target="megatron.training.training:build_train_valid_test_data_iterators",
+            replace=with_random_state,
+            reason="data loaders draw seeds from the CPU's random state, which a resumed run has just loaded",
+            sha256="8cdf53b117538b27",
         ),
         PatchRecord(
             target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",

@@ -2,7 +2,8 @@
 
 With the distributed optimizer, all parameters of a model chunk are views of a few flat buffers. If a shard group's
 transport gathers by peer copies, these buffers move into symmetric memory. Otherwise the transport would keep a copy of
-every shard, 1/N of the model's bytes.
+every shard, 1/N of the model's bytes. It does so with ``--async-save``: Megatron passes the parameters to another
+process, and CUDA has no IPC handle for symmetric memory.
 """
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ class WeightShardApi:
             elif cuda_graph_impl == "full_iteration":
                 _prepare_for_whole_graphs(runtime)
             _gather_after_parameter_sync(chunk, runtime)
-            move_into_symmetric_memory(chunk, runtime)
+            if self.config.parameters_in_place:
+                move_into_symmetric_memory(chunk, runtime)
             if self.config.print_chains:
                 self._chains_to_print.append((f"model chunk {index}", weakref.ref(runtime)))
 

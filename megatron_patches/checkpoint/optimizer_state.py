@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints: the layout that survives resharding, and the step counter of torch's Adam."""
+"""Optimizer state in checkpoints: the layout that survives resharding, steps of torch's Adam, momentum of SGD."""
 
 from __future__ import annotations
 
@@ -66,6 +66,29 @@ def wrap_load_optimizer_state(original: Callable[..., None]) -> Callable[..., No
                 state["step"] = state["step"].clone()
 
     return load_state_dict
+
+
+def wrap_state_of_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``FP32Optimizer.sharded_state_dict`` and ``Float16OptimizerWithFloat16Params.sharded_state_dict``.
+
+    Before a load, Megatron calls a function that creates the state to load into. For SGD this function is None.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> Any:
+        if is_loading and self.init_state_fn is None:
+            self.init_state_fn = _start_momentum
+        return original(self, model_sharded_state_dict, is_loading, metadata)
+
+    return sharded_state_dict
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["momentum"] else ():
+            optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param.data))
 
 
 def _saving_refused(asked: str) -> str:

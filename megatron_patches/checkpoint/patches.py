@@ -115,6 +115,18 @@ def _state_records() -> tuple[PatchRecord, ...]:
             reason="makes torch's Adam count one step per parameter after a load",
             sha256="bb573274c03ecd80",
         ),
+        *(
+            PatchRecord(
+                target=f"megatron.core.optimizer.optimizer:{name}.sharded_state_dict",
+                replace=_deferred("optimizer_state", "wrap_state_of_sgd"),
+                reason="fails with a TypeError before a load where the optimizer is SGD",
+                sha256=sha256,
+            )
+            for name, sha256 in (
+                ("FP32Optimizer", "3609742f80716fdf"),
+                ("Float16OptimizerWithFloat16Params", "c62f9f64eb08c138"),
+            )
+        ),
     )
 
 

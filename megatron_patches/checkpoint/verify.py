@@ -211,4 +211,5 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _is_sharded(args: Any) -> bool:
-    return bool(getattr(args, "etp_size", 1) > 1 or getattr(args, "expert_etp_size", 1) > 1)
+    # --use-checkpoint-args looks at the checkpoint before the sizes that were left out have become 1.
+    return any((getattr(args, name, None) or 1) > 1 for name in ("etp_size", "expert_etp_size"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megatron_patches.fixes import (
     aligned_grad_sync,
+    dataloader_state,
     dataset_build,
     embeddings,
     evaluation,
@@ -27,6 +28,7 @@ from megatron_patches.registry import PatchRecord
 def records() -> tuple[PatchRecord, ...]:
     """Every fix."""
     return (
+        dataloader_state.RECORD,
         dataset_build.RECORD,
         expert_groups.RECORD,
         expert_gradients.RECORD,

@@ -146,6 +146,7 @@ CASES = (
         ranks=2,
         needs="emerging_optimizers",
     ),
+    Case("from_etp2_sgd", f"--etp-size 2 {PAD}", ("", f"--etp-size 2 {PAD}"), common="--optimizer sgd", ranks=2),
     Case("from_moe_ep2_to_no_expert_parallelism", f"--etp-size 2 {EP2} {PAD}", ("",), model=MOE),
     Case(
         "from_moe_bf16_to_expert_parallelism",
@@ -230,6 +231,18 @@ def test_layers_of_the_gated_delta_rule_are_loaded_at_other_sizes(megatron: Mega
         assert len(before) == STEPS
         after = losses(loaded, f"--load {folder} --ckpt-step {SAVED_STEP}")
         assert after == pytest.approx(before[SAVED_STEP:], rel=FP32_TOLERANCE, abs=0.0), name
+
+
+@pytest.mark.cpu_only("GPUs have a random state that no data loader draws from")
+def test_a_resumed_run_continues_with_the_same_random_numbers(megatron: MegatronPool, tmp_path: Path) -> None:
+    model = LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1")
+    schedule = SCHEDULE.replace("--no-save-rng --no-load-rng", "")
+
+    def losses(flags: str) -> list[float]:
+        return megatron.train(2, tuple(f"{schedule} {model} --etp-size 2 {PAD} {flags}".split()))[-1].losses
+
+    before = losses(f"--save {tmp_path} --save-interval {SAVED_STEP}")
+    assert losses(f"--load {tmp_path} --ckpt-step {SAVED_STEP}") == before[SAVED_STEP:]
 
 
 def test_a_vocabulary_padded_by_megatron_changes_its_padding(megatron: MegatronPool, tmp_path: Path) -> None:

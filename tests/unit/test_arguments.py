@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from etp.config import EtpConfig, GradReduction, TransportName
+from megatron_patches import weight_shard_api
 from megatron_patches.arguments import (
     UnsupportedConfigurationError,
     add_arguments,
@@ -20,6 +21,7 @@ from megatron_patches.arguments import (
     is_active,
 )
 from megatron_patches.refusals import GRAPH_REFUSALS, REFUSALS
+from megatron_patches.weight_shard_api import WeightShardApi
 
 
 def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
@@ -141,6 +143,18 @@ def test_every_flag_reaches_the_engine() -> None:
         reduce_once_per_iteration=True,
         timeout_s=12.5,
     )
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_parameters_that_another_process_saves_stay_where_it_can_read_them(
+    monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    """Symmetric memory has no handle for another process, which the writer of --async-save would wait for."""
+    moved: list[object] = []
+    monkeypatch.setattr(weight_shard_api, "move_into_symmetric_memory", lambda chunk, _runtime: moved.append(chunk))
+    chunk = torch.nn.Linear(2, 2)
+    WeightShardApi(config_from_args(applied("--etp-size", "2", async_save=async_save))).classify_chains(chunk)
+    assert moved == ([] if async_save else [chunk])
 
 
 @pytest.mark.parametrize(
@@ -487,6 +501,27 @@ def test_folders_of_checkpoints_are_looked_at_first(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(UnsupportedConfigurationError, match=r"/missing cannot be written: .* must not be written"):
         checked(save=str(missing))
+
+
+def test_a_checkpoint_is_looked_for_where_megatron_looks(tmp_path: Path) -> None:
+    """Only --ckpt-step needs no tracker, and only --non-persistent-ckpt-type global looks into other folders."""
+    load, fast = tmp_path / "load", tmp_path / "fast"
+    for folder in (load / "non_persistent", fast):
+        folder.mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text("4")
+
+    def checked(**settings: Any) -> None:
+        check(applied("--etp-size", "2", load=str(load), **settings))
+
+    (load / "iter_0000004").mkdir()
+    checked(ckpt_step=4)
+    checked(non_persistent_ckpt_type="global")
+    with pytest.raises(UnsupportedConfigurationError, match="/load has no checkpoint"):
+        checked()
+    (load / "non_persistent" / "latest_checkpointed_iteration.txt").unlink()
+    checked(non_persistent_ckpt_type="global", non_persistent_global_ckpt_dir=str(fast))
+    with pytest.raises(UnsupportedConfigurationError, match="/load has no checkpoint"):
+        checked(non_persistent_ckpt_type="global")
 
 
 def test_a_vocabulary_without_entries() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -116,6 +117,28 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     found = find(tmp_path / "iter_0000007")
     assert found is not None
     assert "iter_0000007: the directory is missing" in found
+
+
+def format_of(rank: int, world_size: int, folder: str, size: int | None) -> str:
+    del rank, world_size
+    import argparse
+
+    from megatron_patches.checkpoint.verify import wrap_get_checkpoint_format
+
+    args = argparse.Namespace(ckpt_format="torch_dist", etp_size=size, expert_etp_size=None)
+    try:
+        return cast("str", wrap_get_checkpoint_format(lambda *_: "torch")(folder, args))
+    except Exception as error:  # noqa: BLE001  # Megatron's class of errors stays in this process
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("size", "answer"), [(None, "torch"), (1, "torch"), (2, "it has the format torch, which cannot be loaded into")]
+)
+def test_the_old_format_is_only_refused_with_shards(tmp_path: Path, size: int | None, answer: str) -> None:
+    """With --use-checkpoint-args it is looked at while an --etp-size that was left out is still None."""
+    (tmp_path / "mp_rank_00").mkdir()
+    assert answer in run_distributed(format_of, 1, backend=None, args=(str(tmp_path), size))[0]
 
 
 class Runs:

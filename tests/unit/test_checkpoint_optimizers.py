@@ -35,3 +35,27 @@ def test_muon_gets_no_step_and_adam_its_own() -> None:
         (steps,) = run_distributed(loaded_steps, 1, backend=None, args=(saved,))
         assert steps[1::2] == [6, 6]
         assert steps[0::2] == [stale, stale]
+
+
+def requested_momentum(rank: int, world_size: int, momentum: float) -> list[str]:
+    """The tensors that a load into SGD asks for."""
+    del rank, world_size
+    import torch
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    from megatron_patches.checkpoint.optimizer_state import wrap_state_of_sgd
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([weight], lr=0.1, momentum=momentum)
+    optimizer = object.__new__(FP32Optimizer)  # whose constructor needs CUDA
+    vars(optimizer).update(optimizer=sgd, config=None, init_state_fn=None, is_stub_optimizer=False)
+    model = {"weight": ShardedTensor.from_rank_offsets("weight", weight)}
+    state = wrap_state_of_sgd(FP32Optimizer.sharded_state_dict)(optimizer, model, True)
+    return [tensor.key for entries in state["state"].values() for tensor in entries.values()]
+
+
+def test_the_momentum_of_sgd_is_loaded() -> None:
+    """Megatron calls None before it loads the state of SGD."""
+    for momentum, keys in ((0.9, ["optimizer.state.momentum_buffer.weight"]), (0.0, [])):
+        assert run_distributed(requested_momentum, 1, backend=None, args=(momentum,)) == [keys]

@@ -17,6 +17,7 @@ from megatron_patches import seam
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.fixes import (
     aligned_grad_sync,
+    dataloader_state,
     dataset_build,
     embeddings,
     evaluation,
@@ -168,6 +169,25 @@ class TestEvaluation:
             return chunks[0].pg_collection is groups
 
         assert evaluation.RECORD.replace(evaluate)(None, None, [model])
+
+
+class TestDataloaderState:
+    @pytest.mark.parametrize(("shards", "size"), [(1, 2), (2, 4)])
+    def test_each_rank_with_data_of_its_own_has_a_file(
+        self, monkeypatch: pytest.MonkeyPatch, shards: int, size: int
+    ) -> None:
+        from megatron.core import parallel_state
+
+        monkeypatch.setattr(parallel_state, "get_gtp_weight_remat_world_size", lambda: shards)
+        monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: Group(4))
+        seen: list[tuple[object, ...]] = []
+
+        def save_state(iterator: object, iteration: int, path: str, *, pp_group: Group, dp_group: Group) -> None:
+            seen.append((iterator, iteration, path, pp_group.size(), dp_group.size()))
+
+        save = dataloader_state.RECORD.replace(save_state)
+        save("iterator", 3, "folder", pp_group=Group(1), dp_group=Group(2))
+        assert seen == [("iterator", 3, "folder", 1, size)]
 
 
 class ShardedWeight(torch.nn.Parameter):
