@@ -92,7 +92,7 @@ class Gathers:
         # See [Note: apart] in etp/formats/base.py.
         reading = group.columns if transposed and format_ is not None and format_.apart else group.rows
         timeline.visit(reading)
-        if group not in self._hooks.watched:
+        if group not in self._hooks.wholly_watched:
             self._hooks.watch(group)
         group.read_shards(self._passes.number)
         slot = group.attach(self._modes.now.cache)
