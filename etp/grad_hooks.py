@@ -159,7 +159,7 @@ class GradHooks:
         Raises:
             EtpStateError: if only a part of it may have been scaled or reduced.
         """
-        is_right, shard.term_counted = shard.term_counted, False
+        is_right = shard.term_counted == torch._C._current_graph_task_id()
         unseen, shard.used_by_function = shard.used_by_function is not None, None
         if self._config.grad_reduction is GradReduction.MEAN:
             return 1

@@ -30,6 +30,10 @@ def test_a_function_of_the_users_own_counts_once_for_each_rank_if_its_weight_was
         assert counts == pytest.approx([1.0, 1.0])
 
 
+def test_a_function_of_the_users_own_counts_once_for_each_rank_after_a_failed_backward_pass() -> None:
+    assert run_distributed(bodies.own_function_behind_a_failure, 2) == pytest.approx([1.0, 1.0])
+
+
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_padding_counts_in_no_term(ranks: int, mean: bool) -> None:
