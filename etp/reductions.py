@@ -82,8 +82,8 @@ class Reductions:
         """Raise EtpStateError unless the group's gradients are complete."""
         if group in self._local_sums or any(pending.group is group for pending in self._pending):
             raise EtpStateError(
-                f"the gradient of {group.name} is not complete yet, so neither is its norm; call "
-                "etp.wait_async_comms(module) after the last backward pass of the iteration"
+                f"the gradient of {group.name} is not complete yet: call etp.wait_async_comms(module) after the last "
+                "backward pass of the iteration, before the gradients are clipped, unscaled or stepped"
             )
 
     @property
