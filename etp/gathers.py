@@ -3,7 +3,8 @@
 [Note: reuse] In a backward pass, a weight that its slot still holds is returned without a gather: between a
 forward and its backward, weights do not change. A forward pass gathers every weight, unless
 ``EtpConfig.reuse_across_forwards`` guarantees that all changes of weights are counted or announced. These rules use
-nothing that could differ between ranks, so all ranks skip the same gathers.
+nothing that could differ between ranks that make the same changes and optimizer steps, so all ranks skip the same
+gathers.
 """
 
 from __future__ import annotations
