@@ -92,7 +92,9 @@ class OptimizerCheck:
 def _require_complete(optimizer: torch.optim.Optimizer, reductions: Reductions) -> None:
     """Raise EtpStateError if a gradient would be stepped of which these reductions have yet to add a part."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if isinstance(param, ETPShardedParam) and param.grad is not None and param.driver.reductions is reductions:
+        if not isinstance(param, ETPShardedParam) or param.grad is None or not param.has_driver:
+            continue
+        if param.driver.reductions is reductions:
             reductions.require_complete(param.weight_group)
 
 
