@@ -47,13 +47,15 @@ class EtpConfig:
             ``hierarchical`` sums those of a host's ranks first, and then those of the hosts.
         reduce_once_per_iteration: add the microbatches' weight gradients locally (at full size) and reduce-scatter
             once, when :func:`etp.wait_async_comms` is called. Calling ``zero_grad()`` before that, with either value
-            of ``set_to_none``, discards the sums. So does a backward pass that raises.
+            of ``set_to_none``, discards the sums. So does a backward pass that raises. An optimizer step before that is
+            refused.
         reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Prefetching
             then also continues across the end of a pass, forward or backward, with the weights that began the
             corresponding next pass of the previous iteration; an iteration ends with an optimizer step or an announced
             change. Safe only if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place
             operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`. PyTorch does
-            not count writes by ``torch.distributed`` or through NumPy.
+            not count writes by ``torch.distributed`` or through NumPy. Steps of all optimizers in the process count,
+            so those of other models must also happen on all ranks or on none.
         timeout_s: seconds to wait for a collective before raising an error or, with CUDA, ending the process; None uses
             the process group's timeout.
 

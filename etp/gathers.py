@@ -3,7 +3,8 @@
 [Note: reuse] In a backward pass, a weight that its slot still holds is returned without a gather: between a
 forward and its backward, weights do not change. A forward pass gathers every weight, unless
 ``EtpConfig.reuse_across_forwards`` guarantees that all changes of weights are counted or announced. These rules use
-nothing that could differ between ranks, so all ranks skip the same gathers.
+nothing that could differ between ranks that make the same changes and optimizer steps, so all ranks skip the same
+gathers.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Gathers:
         # See [Note: apart] in etp/formats/base.py.
         reading = group.columns if transposed and format_ is not None and format_.apart else group.rows
         timeline.visit(reading)
-        if group not in self._hooks.watched:
+        if group not in self._hooks.wholly_watched:
             self._hooks.watch(group)
         group.read_shards(self._passes.number)
         slot = group.attach(self._modes.now.cache)

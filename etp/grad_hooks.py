@@ -50,6 +50,7 @@ class GradHooks:
 
     Attributes:
         watched: the watched groups, each with the shard whose autograd node reports its last use.
+        wholly_watched: those of which every shard is hooked; of the others, a frozen shard may be trained later.
         used_further: groups with a reduction in this pass whose last use autograd has not reported yet.
         owed: groups and shards whose hooks run when the pass ends, by ``id``, because tensors do not compare to a bool.
         behind_autograd: handles of shards whose hooks run when autograd has accumulated their gradient, by ``id``.
@@ -69,6 +70,7 @@ class GradHooks:
         self._pending = pending
         self._before_own = before_own
         self.watched: dict[WeightGroup, Shard] = {}
+        self.wholly_watched: set[WeightGroup] = set()
         self.used_further: set[WeightGroup] = set()
         self.owed: dict[int, WeightGroup | Shard] = {}
         self.behind_autograd: dict[int, RemovableHandle] = {}
@@ -85,6 +87,7 @@ class GradHooks:
         """Stop watching these groups."""
         for group in groups:
             self.watched.pop(group, None)
+            self.wholly_watched.discard(group)
         for shard in (shard for group in groups for shard in group.shards):
             for handles in (self._handles, self.behind_autograd):
                 handle = handles.pop(id(shard), None)
@@ -94,12 +97,10 @@ class GradHooks:
     # Uses in one backward pass -------------------------------------------------------------------------------
 
     def watch(self, group: WeightGroup) -> None:
-        """Hook the group's shards, to learn from autograd when all their uses are differentiated.
+        """Hook the group's trained shards, to learn from autograd when all their uses are differentiated.
 
         The group's weights are used together, so one shard reports for all of them.
         """
-        if group in self.watched:
-            return
         for shard, is_trained in zip(group.shards, group.trained(), strict=True):
             if not is_trained or id(shard) in self._handles:
                 continue
@@ -108,6 +109,8 @@ class GradHooks:
                 self.watched[group] = shard
                 differentiated = partial(self._differentiated, group)
             self._handles[id(shard)] = shard.watch_uses(partial(differentiated, shard))
+        if all(id(shard) in self._handles for shard in group.shards):
+            self.wholly_watched.add(group)
 
     def _differentiated(self, group: WeightGroup, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Record that all uses of ``group`` in the graph are differentiated, as autograd reports for ``shard``."""
@@ -138,9 +141,12 @@ class GradHooks:
             if any(shard is other for other in pending.group.shards):
                 # It adds to the same memory.
                 pending.ready.wait()
-        own = grad * self._times(shard)
-        # A term may have a gradient there, which may not even be finite, and a loss scaler would see it.
-        own[own.shape[0] - shard.padding :] = 0
+        times = self._times(shard)
+        # A user's own function may return what it has computed from a copy of the shard, which refuses rows by number.
+        with torch._C.DisableTorchFunctionSubclass():
+            own = grad * times
+            # A term may have a gradient there, which may not even be finite, and a loss scaler would see it.
+            own[own.shape[0] - shard.padding :] = 0
         main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
         if main_grad is not None:
             main_grad.add_(own)
@@ -153,7 +159,7 @@ class GradHooks:
         Raises:
             EtpStateError: if only a part of it may have been scaled or reduced.
         """
-        is_right, shard.term_counted = shard.term_counted, False
+        is_right = shard.term_counted == torch._C._current_graph_task_id()
         unseen, shard.used_by_function = shard.used_by_function is not None, None
         if self._config.grad_reduction is GradReduction.MEAN:
             return 1

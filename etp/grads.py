@@ -204,8 +204,8 @@ def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: Wgr
 
 
 def gradient_is_absent(param: Shard) -> bool:
-    """Whether a trained shard has no gradient and no ``main_grad``."""
-    return param.requires_grad and param.grad is None and getattr(param, "main_grad", None) is None
+    """Whether a shard has neither a gradient nor a ``main_grad``."""
+    return param.grad is None and getattr(param, "main_grad", None) is None
 
 
 def gradient_dtype(param: torch.Tensor) -> torch.dtype:

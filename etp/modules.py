@@ -283,7 +283,7 @@ def check_uses(module: nn.Module, runtime: EtpRuntime) -> None:
     """Check from now on that ``module`` keeps its parameters, and that its optimizers can step shards."""
     members = Membership(module, runtime.replicated.groups.__contains__)
     runtime.keep(module.register_forward_pre_hook(members.check))
-    OptimizerCheck(runtime)
+    OptimizerCheck(runtime, runtime.reductions)
 
 
 def _wants_te(kwargs: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from etp.errors import EtpStateError
 from etp.optimizer_steps import before_optimizer_steps
 from etp.param import ETPShardedParam
+from etp.reductions import Reductions
 
 # Attribute of a parameter that has been cut: a weak reference to its shard.
 _SHARD = "_etp_shard"
@@ -60,14 +61,23 @@ class OptimizerCheck:
     """Checks every ``torch.optim`` optimizer before its next step, and its state again after each load.
 
     For as long as ``owner`` lives.
+
+    Args:
+        owner: the runtime of some shards.
+        reductions: its reductions, which must be complete for the shards that an optimizer steps.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, reductions: Reductions) -> None:
+        # Weak: reductions refer to their runtime, which would then live forever.
+        self._reductions = weakref.ref(reductions)
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         """The entries of each optimizer's groups when they were checked."""
         before_optimizer_steps(owner, self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        reductions = self._reductions()
+        if reductions is not None and not reductions.idle:
+            _require_complete(optimizer, reductions)
         checked = self._checked.get(optimizer)
         if checked is None:
             check_optimizer(optimizer)
@@ -77,6 +87,15 @@ class OptimizerCheck:
             for group in optimizer.param_groups:
                 _check_state(optimizer, group)
             self._checked[optimizer] = [group.get(CUTS) for group in optimizer.param_groups]
+
+
+def _require_complete(optimizer: torch.optim.Optimizer, reductions: Reductions) -> None:
+    """Raise EtpStateError if a gradient would be stepped of which these reductions have yet to add a part."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if not isinstance(param, ETPShardedParam) or param.grad is None or not param.has_driver:
+            continue
+        if param.driver.reductions is reductions:
+            reductions.require_complete(param.weight_group)
 
 
 def _check_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

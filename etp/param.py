@@ -78,7 +78,9 @@ class ETPShardedParam(Shard):
         """Cut this rank's shard out of a full weight, whose values must be equal on all ranks."""
         rank = own_rank(group)
         layout = ShardLayout(tuple(weight.shape), dist.get_world_size(group), pad_for_alignment)
-        return cls(cut_shard(weight.detach(), layout, rank), layout, group, weight.requires_grad)
+        # Even inside inference mode, whose tensors do not count their changes.
+        with torch.inference_mode(False):
+            return cls(cut_shard(weight.detach(), layout, rank), layout, group, weight.requires_grad)
 
     def numel(self) -> int:
         """Elements of the whole weight, without padding, so that ``sum(p.numel() for p in ...)`` counts the model's.

@@ -65,8 +65,8 @@ class Reductions:
         """Bytes of the gradients being reduced."""
         self._finished: dict[Route, Ready] = {}
         """The last finished reduction of each route."""
-        # Each sum, its home stream, which is ordered after it, and the shards that it is for.
-        self._local_sums: dict[WeightGroup, tuple[Stack, Any, Chosen]] = {}
+        # Each sum, its home stream, which is ordered after it, and for each shard whether the sum is for it.
+        self._local_sums: dict[WeightGroup, tuple[Stack, Any, tuple[bool, ...]]] = {}
         self._leased: dict[WeightGroup, tuple[list[torch.Tensor], set[int]]] = {}
         """Buffers that a consumer requests one at a time, and the indices of those handed out."""
         self._destinations: dict[WeightGroup, Destinations] = {}
@@ -82,8 +82,8 @@ class Reductions:
         """Raise EtpStateError unless the group's gradients are complete."""
         if group in self._local_sums or any(pending.group is group for pending in self._pending):
             raise EtpStateError(
-                f"the gradient of {group.name} is not complete yet, so neither is its norm; call "
-                "etp.wait_async_comms(module) after the last backward pass of the iteration"
+                f"the gradient of {group.name} is not complete yet: call etp.wait_async_comms(module) after the last "
+                "backward pass of the iteration, before the gradients are clipped, unscaled or stepped"
             )
 
     @property
@@ -298,39 +298,39 @@ class Reductions:
 
     def _add_locally(self, group: WeightGroup, padded: Stack, chosen: Chosen) -> None:
         stream = self._routes.of(group).reduce.current_stream()
-        totals, home, former = self._local_sums.get(group, (None, None, None))
-        for index, is_chosen in enumerate(chosen or ()):
-            if not is_chosen:
+        totals, home, former = self._local_sums.get(group, (None, None, ()))
+        expected = group.trained() if chosen is None else chosen
+        for index, is_expected in enumerate(expected):
+            if not is_expected:
                 padded[index].zero_()
         if totals is None or self._was_dropped(group, former):
-            self._expect_gradients(group, chosen)
+            self._expect_gradients(group, expected)
             wide = torch.float32 if self._config.fp32_accumulation else padded.dtype
             totals = Stack.allocate(len(padded), padded.shape, torch.promote_types(padded.dtype, wide), padded.device)
             torch._foreach_copy_(totals.tensors, padded.tensors)
-            self._local_sums[group] = totals, stream, chosen
+            self._local_sums[group] = totals, stream, expected
         else:
-            if former is not None:
-                self._expect_gradients(group, chosen)
-                both = None if chosen is None else tuple(map(operator.or_, former, chosen))
-                self._local_sums[group] = totals, home, both
+            if expected != former:
+                self._expect_gradients(group, expected)
+                self._local_sums[group] = totals, home, tuple(map(operator.or_, former, expected))
             let_follow(stream, home)
             torch._foreach_add_(totals.tensors, padded.tensors)
             let_follow(home, stream)
         if self._modes.now.pool.owns(padded[0]):
             self._modes.now.pool.restore(padded[0])
 
-    def _expect_gradients(self, group: WeightGroup, chosen: Chosen) -> None:
+    def _expect_gradients(self, group: WeightGroup, expected: Sequence[bool]) -> None:
         """With ``reduce_once_per_iteration``, give the shards zeros as ``grad``, so that ``zero_grad()`` is noticed."""
         if self._config.reduce_once_per_iteration:
-            for param in itertools.compress(group.shards, chosen or itertools.repeat(True)):
+            for param in itertools.compress(group.shards, expected):
                 if gradient_is_absent(param):
                     param.grad = torch.zeros_like(param.local_shard(), dtype=gradient_dtype(param))
 
-    def _was_dropped(self, group: WeightGroup, chosen: Chosen) -> bool:
+    def _was_dropped(self, group: WeightGroup, expected: Sequence[bool]) -> bool:
         """Whether ``zero_grad()`` was called after the first microbatch, so that the iteration was abandoned."""
         if not self._config.reduce_once_per_iteration:
             return False
-        return any(map(gradient_is_absent, itertools.compress(group.shards, chosen or itertools.repeat(True))))
+        return any(map(gradient_is_absent, itertools.compress(group.shards, expected)))
 
     def _forget_dropped(self, group: WeightGroup) -> None:
         """Drop the local sums of ``group`` if :meth:`_was_dropped`, before it gets a gradient that would hide this."""
@@ -345,11 +345,12 @@ class Reductions:
     def reduce_local_sums(self) -> None:
         """Start reducing the local sums. Collective."""
         sums, self._local_sums = self._local_sums, {}
-        for group, (totals, home, chosen) in sums.items():
-            if not self._was_dropped(group, chosen):
+        for group, (totals, home, expected) in sums.items():
+            if not self._was_dropped(group, expected):
                 route = self._routes.of(group)
                 let_follow(route.reduce.current_stream(), home)
-                self._start(group, route, totals, home, chosen=chosen)
+                # A shard that was frozen since keeps the gradients that it has, as without sharding.
+                self._start(group, route, totals, home, chosen=None if expected == group.trained() else expected)
 
     # Ends ----------------------------------------------------------------------------------------------------
 

@@ -58,15 +58,22 @@ class ReplicatedGrads:
         self._hook(param)
 
     def begin_pass(self, *, backward: bool) -> None:
-        """Hook the registered parameters that are trained now, after other hooks: a frozen one cannot have a hook."""
+        """Hook the registered parameters again where other hooks were added since."""
         for param in () if backward else self.groups:
             self._hook(param)
 
     def _hook(self, param: nn.Parameter) -> None:
-        if param.requires_grad and not self._is_last(param):
-            if param in self._hooks:
-                self._hooks.pop(param).remove()
+        if self._is_last(param) or not (param.requires_grad or _can_be_trained(param)):
+            return
+        if param in self._hooks:
+            self._hooks.pop(param).remove()
+        with torch._C.DisableTorchFunctionSubclass():
+            # A frozen parameter accepts no hook. It gets one all the same, because where the parts of a model are
+            # called one by one, it may be trained again without a forward pass that is seen to begin.
+            is_trained = param.requires_grad
+            param.requires_grad_(True)
             self._hooks[param] = param.register_hook(partial(self._collect, param))
+            param.requires_grad_(is_trained)
 
     def _is_last(self, param: nn.Parameter) -> bool:
         """Whether ``param`` has our hook, after all others."""
@@ -159,6 +166,11 @@ class ReplicatedGrads:
         self._routes.watch(group, label)
         if self._config.grad_reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
+
+
+def _can_be_trained(param: nn.Parameter) -> bool:
+    """Whether a frozen parameter may be trained later: integers, and tensors made in inference mode, never are."""
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _accumulates(param: nn.Parameter) -> bool:

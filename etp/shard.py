@@ -76,7 +76,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
         knows_copies: whether its copies record which shard they are (``etp/shard_copy.py``); loaded states must then
             record it too.
         has_reduce_hooks: whether any hook waits for its complete gradient.
-        term_counted: whether this backward pass gives the shard a gradient that ``etp/terms.py`` has already scaled.
+        term_counted: number of the last graph task that gives the shard a gradient which ``etp/terms.py`` has scaled.
         used_by_function: number of the graph task in which the forward of a user's autograd function last computed with
             the shard, -1 outside of backward passes; None if none has since the last backward pass.
     """
@@ -84,7 +84,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
     group: dist.ProcessGroup
     group_rank: int
     fqn: str
-    term_counted: bool
+    term_counted: int
     used_by_function: int | None
     knows_copies = True
 
@@ -121,7 +121,8 @@ class Shard(OneOfMany, torch.nn.Parameter):
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
         param._data, param._former_versions = None, 0
-        param._placeholder_due = param.term_counted = False
+        param._placeholder_due = False
+        param.term_counted = -1
         param.used_by_function = None
         return param
 

@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from etp.allowed import is_refused
 from etp.errors import EtpStateError
 from etp.refusals import BY_ROW, refuse_rows
 from etp.shard import Shard
@@ -73,6 +74,9 @@ class ShardGrad(torch.Tensor):
         whole = _WHOLE_GRADIENT_FUNCTIONS.get(func)
         if whole is not None:
             return whole(*args, **kwargs)
+        if any(issubclass(kind, Shard) for kind in types) and is_refused(func):
+            # The shard among the arguments refuses it.
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if func in _ALIASES:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from etp.digest import check_peers_agree
+from etp.digest import check_peers_agree, unless_refused
 from etp.param import ETPShardedParam, cut_shard
 from etp.shard_copy import ShardCopy
 from etp.shard_states import refuse_hidden_shards
@@ -49,12 +49,19 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming every missing, unexpected or misshapen entry, or a shard that is hidden by a hook of the
             state dict; nothing is loaded then.
-        PeerMismatchError: if the ranks pass different values; nothing is loaded then.
+        PeerMismatchError: if the ranks pass different values, or another rank refuses, with its reason; nothing is
+            loaded then.
     """
     own = module.state_dict(keep_vars=True)
-    refuse_hidden_shards(module, own)
-    _check_names_and_shapes(own, state)
-    for group, names in _names_by_group(module, own).items():
+    names_by_group = _names_by_group(module, own)
+    checked: Mapping[str, Any] | ValueError = state
+    try:
+        refuse_hidden_shards(module, own)
+        _check_names_and_shapes(own, state)
+    except ValueError as error:
+        checked = error
+    unless_refused(checked, list(names_by_group), "load_full_state_dict")
+    for group, names in names_by_group.items():
         check_peers_agree({name: state[name] for name in names}, group, "load_full_state_dict")
     others: dict[str, Any] = {}
     with torch.no_grad():

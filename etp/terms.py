@@ -2,7 +2,8 @@
 
 Each rank has the term in its loss, so the term's gradient must count once per rank. It reaches the shard through
 autograd, which adds it to any other gradient there, and one that a reduction has summed already must not be scaled.
-So a term's gradient is multiplied where it leaves the term's arithmetic, and the shard's ``term_counted`` is set.
+So a term's gradient is multiplied where it leaves the term's arithmetic, and the shard's ``term_counted`` is set. It is
+the number of the graph task, because one that fails never delivers the gradient.
 Within the forward of an autograd function, autograd is off: the function's use of the shard is only noted, in
 ``used_by_function``.
 """
@@ -30,7 +31,7 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.shard.term_counted = True
+        ctx.shard.term_counted = torch._C._current_graph_task_id()
         return grad * ctx.times, None
 
 

@@ -260,7 +260,7 @@ def overflow_on_one_rank(rank: int, world_size: int, culprit: int) -> None:
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """What is answered to a norm that would be wrong."""
+    """What is answered to a norm or a step that would be wrong."""
     torch.manual_seed(7)
     model = Tiny().to(device())
     etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(reduce_once_per_iteration=True))
@@ -277,6 +277,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "etp": lambda: etp.clip_grad_norm_(model, 1.0),
         "torch": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "scaler": lambda: scaler.step(optimizer),
+        "step": optimizer.step,
         "main_grad": lambda: etp.clip_grad_norm_(megatrons, 1.0),
     }
     messages = {}

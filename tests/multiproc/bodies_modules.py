@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -176,6 +176,48 @@ def frozen_experts(rank: int, world_size: int) -> None:
                     if param.requires_grad:
                         total = combined([part[name] for part in parts], mean=True)
                         assert torch.equal(param.grad, rows_of_shard(total, rank, world_size, ALIGNMENT)), (step, name)
+
+
+def frozen_within_an_iteration(rank: int, world_size: int, after: tuple[int, ...]) -> None:
+    """Experts are frozen and thawed between microbatches and before the reduction: each keeps what it got till then."""
+    torch.manual_seed(3)
+    config = etp.EtpConfig(reduce_once_per_iteration=True)
+    layer = etp.GroupedLinear(3, 6, 21, etp_group=dist.group.WORLD, device=device(), config=config)
+    plain = PlainGroupedLinear(layer, etp.full_state_dict(layer))
+    trained_in = [(1, 1, 1), (0, 1, 0), (1, 0, 0)]
+
+    def train(side: nn.Module, data_rank: int, trained_in: Sequence[Sequence[int]]) -> None:
+        for step, trained in enumerate(trained_in):
+            freeze(side, trained)
+            side(_inputs(step, data_rank, 8, 6, torch.float32).requires_grad_(), [3, 1, 4]).square().sum().backward()
+
+    def freeze(side: nn.Module, trained: Sequence[int]) -> None:
+        for index, flag in enumerate(trained):
+            side.get_parameter(f"weight{index}").requires_grad_(bool(flag))
+
+    for iteration in (trained_in, trained_in[1:]):
+        layer.zero_grad()
+        train(layer, rank, iteration)
+        freeze(layer, after)
+        etp.wait_async_comms(layer)
+        parts = []
+        for peer in range(world_size):
+            plain.zero_grad()
+            train(plain, peer, iteration)
+            parts.append({name: param.grad for name, param in plain.named_parameters()})
+        for name, param in layer.named_parameters():
+            if isinstance(param, etp.ETPShardedParam):
+                grads = [part[name] for part in parts]
+                assert (param.grad is None) == (grads[0] is None), name
+                if param.grad is not None:
+                    whole = combined(grads, mean=True)
+                    torch.testing.assert_close(param.grad, rows_of_shard(whole, rank, world_size, ALIGNMENT))
+    # What was abandoned while it was trained does not come back for a frozen weight.
+    train(layer, rank, [(1, 1, 1)])
+    layer.zero_grad()
+    freeze(layer, (0, 0, 0))
+    etp.wait_async_comms(layer)
+    assert all(param.grad is None for param in layer.parameters() if isinstance(param, etp.ETPShardedParam))
 
 
 def frozen_while_resident(rank: int, world_size: int) -> None:

@@ -189,6 +189,62 @@ def own_functions_beside_reduced_gradients(rank: int, world_size: int) -> dict[s
     return answers
 
 
+class _Squares(torch.autograd.Function):
+    """Computes its gradient, too, from a copy of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.copied = weight.detach() * 1
+        result: torch.Tensor = ctx.copied.square().sum()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.copied
+
+
+def own_functions_of_thawed_experts(rank: int, world_size: int) -> list[float]:
+    """How often the gradient of a function of the user's own counts, for each expert; the second one was frozen."""
+    config = etp.EtpConfig(pad_for_alignment=1, grad_reduction=etp.GradReduction.SUM)
+    options: dict[str, Any] = {"bias": False, "etp_group": dist.group.WORLD, "device": device(), "config": config}
+    model = etp.GroupedLinear(2, SIDE, SIDE, **options)
+    weights = [model.get_parameter(f"weight{index}") for index in range(2)]
+    for trained in (False, True):
+        model.zero_grad()
+        weights[1].requires_grad_(trained)
+        terms: list[torch.Tensor] = [_Squares.apply(weight) for weight in weights if weight.requires_grad]
+        (0 * model(_input(rank), [1, 2]).sum() + torch.stack(terms).sum()).backward()
+    return [float((weight.grad / (2 * weight.detach())).mean()) / world_size for weight in weights]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        del ctx, grad
+        raise ArithmeticError
+
+
+def own_function_behind_a_failure(rank: int, world_size: int) -> float:
+    """How often the gradient of a user's own function counts after a backward pass that failed behind a penalty's."""
+    model = nn.Sequential(nn.Linear(SIDE, SIDE, bias=False)).to(device())
+    config = etp.EtpConfig(pad_for_alignment=1, grad_reduction=etp.GradReduction.SUM)
+    etp.shard_module(model, dist.group.WORLD, config=config)
+    weight: Any = model[0].weight
+    failing = _Fails.apply(weight * 1)
+    try:
+        # The penalty is the later one, so that it is differentiated first.
+        (failing.sum() + (weight * 1).sum()).backward()
+    except ArithmeticError:
+        model.zero_grad()
+    (0 * model(_input(rank)).sum() + _Squares.apply(weight)).backward()
+    return float((weight.grad / (2 * weight.detach())).mean()) / world_size
+
+
 PADDED_TERMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "smooth absolute value": lambda weight: (weight.square() + 1e-2).sqrt().sum(),
     "gates": lambda weight: torch.sum(torch.sigmoid(weight), dtype=torch.float64).float(),

@@ -49,6 +49,11 @@ def test_frozen_and_thawed_experts_match(world_size: int) -> None:
     run_distributed(bodies.frozen_experts, world_size)
 
 
+@pytest.mark.parametrize("after", [(0, 0, 0), (1, 0, 1), (1, 1, 1)])
+def test_weights_frozen_within_an_iteration_keep_their_gradients(after: tuple[int, ...]) -> None:
+    run_distributed(bodies.frozen_within_an_iteration, 2, args=(after,))
+
+
 def test_a_resident_weight_is_as_trained_as_its_parameter() -> None:
     run_distributed(bodies.frozen_while_resident, 2)
 

@@ -25,6 +25,15 @@ def test_a_function_of_the_users_own_is_refused_where_its_gradient_cannot_be_tol
         assert len(answers) == 6
 
 
+def test_a_function_of_the_users_own_counts_once_for_each_rank_if_its_weight_was_frozen() -> None:
+    for counts in run_distributed(bodies.own_functions_of_thawed_experts, 2):
+        assert counts == pytest.approx([1.0, 1.0])
+
+
+def test_a_function_of_the_users_own_counts_once_for_each_rank_after_a_failed_backward_pass() -> None:
+    assert run_distributed(bodies.own_function_behind_a_failure, 2) == pytest.approx([1.0, 1.0])
+
+
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_padding_counts_in_no_term(ranks: int, mean: bool) -> None:

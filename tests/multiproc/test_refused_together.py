@@ -103,3 +103,29 @@ def test_a_refusal_crosses_from_one_group_to_another() -> None:
     for kind, message in answers:
         assert kind == "PeerMismatchError"
         assert message.startswith("shard_module: rank 3 refuses: ValueError: dense.weight has gradient hooks")
+
+
+def incomplete_on_one(rank: int, world_size: int, refusing: int) -> tuple[str, str]:
+    """The error of each rank where one's state lacks an entry; then all of them load."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)).to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    state = {name: value + 1 for name, value in etp.full_state_dict(model).items()}
+    incomplete = {name: value for name, value in state.items() if rank != refusing or name != "1.bias"}
+    try:
+        etp.load_full_state_dict(model, incomplete)
+    except (ValueError, etp.EtpError) as error:
+        answer = type(error).__name__, str(error)
+    etp.load_full_state_dict(model, state)
+    assert all(torch.equal(value, state[name]) for name, value in etp.full_state_dict(model).items())
+    return answer
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all(refusing: int) -> None:
+    for rank, (found, text) in enumerate(run_distributed(incomplete_on_one, 2, args=(refusing,))):
+        if rank == refusing:
+            assert (found, text) == ("ValueError", "the state does not fit the module: missing 1.bias")
+        else:
+            assert found == "PeerMismatchError"
+            assert text.startswith(f"load_full_state_dict: rank {refusing} refuses: ValueError: the state does not fit")

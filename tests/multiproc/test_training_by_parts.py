@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import etp
 from tests.multiproc.models import LongSum, batch, loss_of
 from tests.multiproc.oracle import Twins
 from tests.support.launch import device, run_distributed
@@ -71,3 +73,40 @@ def evaluated_by_parts(rank: int, world_size: int, context: str) -> dict[str, bo
 def test_an_evaluation_by_parts_repeats_no_weight(context: str) -> None:
     for used in run_distributed(evaluated_by_parts, 2, args=(context,)):
         assert used == dict.fromkeys(["embedding.weight", "same.weight", "head.weight"], False)
+
+
+class Normed(nn.Module):
+    """Trained through a method; a hook on calls of the module itself never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        encoded: torch.Tensor = self.last(self.norm(self.first(x)))
+        return encoded
+
+
+def thawed_by_parts(rank: int, world_size: int, before: str) -> float:
+    """A norm that is frozen when the model is sharded, and trained later: the difference of its weight's gradient."""
+    torch.manual_seed(6)
+    model, whole = Normed().to(device()), Normed().to(device())
+    whole.load_state_dict(model.state_dict())
+    model.norm.requires_grad_(False)
+    etp.shard_module(model, dist.group.WORLD)
+    xs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(peer)).to(device()) for peer in range(world_size)]
+    if "step" in before:
+        model.encode(xs[rank]).square().mean().backward()
+        model.zero_grad()
+    if "evaluation" in before:
+        with torch.no_grad():
+            model.eval().encode(xs[rank])
+    model.train().norm.requires_grad_(True)
+    model.encode(xs[rank]).square().mean().backward()
+    torch.stack([whole.encode(x).square().mean() for x in xs]).mean().backward()
+    return float((model.get_parameter("norm.weight").grad - whole.get_parameter("norm.weight").grad).abs().max())
+
+
+@pytest.mark.parametrize("before", ["", "evaluation", "step, evaluation"])
+def test_gradients_of_thawed_replicated_parameters_are_combined(before: str) -> None:
+    assert all(difference < 1e-6 for difference in run_distributed(thawed_by_parts, 2, args=(before,)))

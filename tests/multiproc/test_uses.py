@@ -240,3 +240,15 @@ def test_an_evaluation_of_more_batches_than_a_peer_has_ends_in_an_error_that_say
     assert "it has no more batches (all ranks need equally many, also in an evaluation)" in first
     assert "failed on rank 0" in first
     assert "failed on rank 1" in second
+
+
+def evaluated_in_inference_mode(rank: int, world_size: int) -> bool:
+    del world_size
+    x = torch.randn(4, SIDE, generator=torch.Generator().manual_seed(rank)).to(device())
+    with torch.inference_mode():
+        model, whole = made(), made(shard=False)
+        return all(torch.equal(model(x), whole(x)) for _ in range(2))
+
+
+def test_a_model_that_is_built_and_sharded_in_inference_mode_evaluates() -> None:
+    assert all(run_distributed(evaluated_in_inference_mode, 2))

@@ -225,6 +225,13 @@ def test_a_frozen_shard_tells_nothing(world: dist.ProcessGroup) -> None:
     group = WeightGroup([shard_named("frozen", requires_grad=False), shard_named("trained")], world)
     case.hooks.watch(group)
     assert case.hooks.watched[group] is group.shards[1]
+    assert group not in case.hooks.wholly_watched
+    group.shards[0].requires_grad_(True)
+    case.hooks.watch(group)
+    assert case.hooks.watched[group] is group.shards[1]
+    assert group in case.hooks.wholly_watched
+    torch.stack([(shard * 2).sum() for shard in group.shards]).sum().backward()
+    assert sorted(name for name, _ in case.brought) == ["frozen", "trained"]
 
 
 def test_what_was_released_is_watched_no_more(world: dist.ProcessGroup) -> None:

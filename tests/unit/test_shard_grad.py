@@ -86,6 +86,16 @@ def test_norms_along_a_dimension_and_norm_itself_are_the_shards(param: ETPSharde
     assert torch.equal(torch.norm(param.grad, dim=-2), torch.norm(grad, dim=-2))
 
 
+def test_what_needs_the_whole_weight_is_refused_beside_a_gradient(param: ETPShardedParam) -> None:
+    param.grad = torch.randn(param.layout.shard_shape)
+    for first, second in ((param.grad, param), (param, param.grad)):
+        with pytest.raises(TypeError, match="a shard is not its weight"):
+            torch.dist(first, second)
+    assert type(torch.add(param.grad, param.detach(), alpha=0.1)) is torch.Tensor
+    with torch.no_grad():
+        assert torch.equal(param.grad.add(param, alpha=0.1), plain(param.grad).add(param.local_shard(), alpha=0.1))
+
+
 def test_a_whole_norm_takes_no_out(param: ETPShardedParam) -> None:
     param.grad = torch.randn(param.layout.shard_shape)
     with pytest.raises(TypeError, match="takes no out="):
