@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from tests.support.launch import run_distributed
 
@@ -22,9 +23,9 @@ def loaded_steps(rank: int, world_size: int, saved: dict[int, Any]) -> list[int 
 
     from megatron_patches.checkpoint.optimizer_groups import wrap_load
 
-    serialization.load_common_state_dict = lambda _: {"optimizer": saved}
     requested = {0: part(None), 1: part("adam"), 2: part(None, experts=True), 3: part("adam", experts=True)}
-    answer = wrap_load(lambda state, _: dict(state))({"optimizer": requested}, "folder")["optimizer"]
+    with mock.patch.object(serialization, "load_common_state_dict", return_value={"optimizer": saved}):
+        answer = wrap_load(lambda state, _: dict(state))({"optimizer": requested}, "folder")["optimizer"]
     return [answer[number]["state"].get("common_step") for number in sorted(answer)]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etp.layout import ShardLayout
 from megatron_patches.checkpoint.pieces import Part, Piece, StackAxis, WeightPlacement, halves
-from tests.support.launch import run_distributed
+from tests.support.launch import run_megatron
 
 
 def tp_cut(whole: torch.Tensor, axis: int, size: int, parts: list[int]) -> list[torch.Tensor]:
@@ -141,9 +141,6 @@ def test_a_place_in_a_stack_must_exist() -> None:
 def merged(rank: int, world_size: int) -> dict[str, dict[str, list[list[float]]]]:
     """A state with one of two shards, after Megatron has left the other out of what it asks a checkpoint for."""
     del rank, world_size
-    import megatron_patches
-
-    megatron_patches.apply()
     from megatron.core.dist_checkpointing import serialization
 
     from megatron_patches.checkpoint.sharded_rows import ShardedRows
@@ -156,4 +153,4 @@ def merged(rank: int, world_size: int) -> dict[str, dict[str, list[list[float]]]
 
 
 def test_a_weight_that_a_lenient_load_leaves_out_is_left_as_it_is() -> None:
-    assert run_distributed(merged, 1, backend=None) == [{"model": {"a": [[1.0, 1.0], [0.0, 0.0]]}}]
+    assert run_megatron(merged, 1, backend=None) == [{"model": {"a": [[1.0, 1.0], [0.0, 0.0]]}}]
