@@ -43,9 +43,25 @@ def vllm_on_cpu() -> None:
 
     import megatron_patches.refit.vllm.engine  # noqa: F401
 
-    # With AMX, vLLM packs the weight of a Mamba mixer's convolution, and the mixer keeps the loaded one: an engine then
-    # refuses new weights (docs/live_refit.md). Tests are to find the same on every CPU.
-    torch.cpu._is_amx_tile_supported = lambda: False
+    _leave_convolutions_as_loaded()
+
+
+def _leave_convolutions_as_loaded() -> None:
+    """Keep vLLM from packing the weights of Mamba mixers' convolutions, as it does on CPUs with AMX.
+
+    The mixers keep the loaded ones, so an engine then refuses new weights (docs/live_refit.md). Tests are to find the
+    same on every CPU.
+    """
+    from vllm.model_executor.layers import utils
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    @functools.wraps(dispatch)
+    def dispatch_matrices(layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            dispatch(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch_matrices
 
 
 MEGATRON: Mapping[str, str] = {
