@@ -71,6 +71,7 @@ class Case:
         tolerance: relative, on the losses after the load; on GPUs all runs are in bf16.
         ranks: processes of all runs.
         needs: a package without which Megatron cannot run the case; empty for none.
+        needs_gpus: whether Megatron refuses the case on a CPU.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Case:
     tolerance: float = BF16_TOLERANCE if on_gpus() else FP32_TOLERANCE
     ranks: int = RANKS
     needs: str = ""
+    needs_gpus: bool = False
 
 
 CASES = (
@@ -146,6 +148,14 @@ CASES = (
         ranks=2,
         needs="emerging_optimizers",
     ),
+    Case(
+        "from_etp2_distributed_async",
+        f"--etp-size 2 {PAD} --async-save --use-persistent-ckpt-worker --async-strategy mcore",
+        (f"--etp-size 2 {PAD}", ""),
+        common=DISTRIBUTED,
+        ranks=2,
+        needs_gpus=True,
+    ),
     Case("from_etp2_sgd", f"--etp-size 2 {PAD}", ("", f"--etp-size 2 {PAD}"), common="--optimizer sgd", ranks=2),
     Case("from_moe_ep2_to_no_expert_parallelism", f"--etp-size 2 {EP2} {PAD}", ("",), model=MOE),
     Case(
@@ -187,6 +197,8 @@ def _check_equal(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tenso
 def test_a_checkpoint_is_loaded_at_other_sizes(megatron: MegatronPool, tmp_path: Path, case: Case) -> None:
     if case.needs:
         pytest.importorskip(case.needs)
+    if case.needs_gpus and not on_gpus():
+        pytest.skip("runs on GPUs with --device cuda")
     saved = _save(megatron, tmp_path, case.model, case.common, case.saved, ranks=case.ranks)
     assert len(saved.losses) == STEPS
     assert saved.padding_is_zero
