@@ -3,7 +3,7 @@
 ::
 
     cd docs/performance
-    python -m benchmarks.train_chart h200x2-etp.json h200x2-others.json --plot step-h200x2.svg
+    python -m benchmarks.train_chart h100x2-etp.json h100x2-others.json --plot step-h100x2.svg
 """
 
 from __future__ import annotations

@@ -32,12 +32,15 @@ RAISED = 1
 class SymmetricBuffer:
     """One allocation of equal size on every rank of a group, mapped by all of them. Constructed collectively.
 
-    torch numbers these allocations in each process. Ranks with different numbers cannot find each other and wait until
-    the group's timeout, so every rank must construct them in the same order, as with any collective.
+    torch numbers these allocations in each process. Ranks with different numbers do not find each other, so every rank
+    of a group must have constructed as many before, over whatever groups.
 
     Attributes:
         local: this rank's memory, ``[nbytes]`` uint8, initially zero.
         addresses: address of each rank's memory in this process, by rank.
+
+    Raises:
+        RuntimeError: if the ranks did not find each other within the group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
@@ -45,8 +48,7 @@ class SymmetricBuffer:
         self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         self.local.zero_()
         torch.cuda.synchronize(device)
-        with _numbers_may_collide():
-            self._handle = symmetric_memory.rendezvous(self.local, group)
+        self._handle = _rendezvous(self.local, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
         mapped = self.addresses[dist.get_rank(group)]
         if mapped != self.local.data_ptr():
@@ -63,6 +65,22 @@ class SymmetricBuffer:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Part of this rank's memory as ``[numel]`` elements of ``dtype``."""
         return self.local[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+def _rendezvous(local: torch.Tensor, group: dist.ProcessGroup) -> _SymmetricMemory:
+    try:
+        with _numbers_may_collide():
+            return symmetric_memory.rendezvous(local, group)
+    except RuntimeError as error:
+        if "timeout" not in str(error).lower():
+            raise
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(
+            f"rank {dist.get_rank()} did not find the memory for peer copies of the other ranks of {ranks} ({error}): "
+            "a peer has ended, or has built other models over other groups of ranks before. PyTorch numbers it in "
+            "each process, so all ranks of a group must have built the same number of models with the same weights; "
+            "EtpConfig(transport='c10d') does without"
+        ) from error
 
 
 @contextmanager

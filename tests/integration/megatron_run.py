@@ -95,12 +95,16 @@ class MegatronPool:
         workers = self._workers.setdefault(
             ranks if on_gpus() else 0, WorkerPool(self._prepare, {DATA_VARIABLE: self._data.name})
         )
+        # Some ranks may have allocated symmetric memory more often than others: torch counts in each process.
+        uneven = on_gpus() and "--pipeline-model-parallel-size" in str(args)
         try:
             return workers.run(body, ranks, session_backend(), timeout_s, args)
         except RanksFailedError:
-            if on_gpus():
-                workers.close()  # some ranks may have got further than others, with symmetric memory too
+            uneven = on_gpus()
             raise
+        finally:
+            if uneven:
+                workers.close()
 
     def close(self) -> None:
         """End the processes."""

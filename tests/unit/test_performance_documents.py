@@ -22,6 +22,10 @@ TRAINING = {
     "h200x4": ("h200x4-etp", "h200x4-others"),
     "h200x2": ("h200x2-etp", "h200x2-others"),
     "h100x2": ("h100x2-etp", "h100x2-others"),
+    "h100x2-all": (
+        *("h100x2-all/ours", "h100x2-all/theirs", "h100x2-all/moe-ours", "h100x2-all/moe-theirs"),
+        *("h100x2-all/small-ours", "h100x2-all/small-theirs"),
+    ),
     "h100x2-fp8": ("h100x2-fp8-block", "h100x2-fp8-tensor"),
     "h100x2-moe": ("h100x2-moe-ours", "h100x2-moe-theirs"),
     "h200x4-moe": ("h200x4-moe-ours", "h200x4-moe-theirs"),
@@ -74,10 +78,10 @@ def test_training_plot_is_that_of_the_reports(
 
 def test_chart_is_that_of_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rcParams, "svg.fonttype", "path")
-    title = "What communication adds to a step: 8 Llama-8B layers in bf16 on 2 H200"
-    reports = _reports(TRAINING["h200x2"])
+    title = "What communication adds to a step: 8 Llama-8B layers in bf16 on 2 H100"
+    reports = _reports(TRAINING["h100x2"])
     train_chart.draw(reports, title, tmp_path / "plot.svg")
-    texts = _texts(FOLDER / "step-h200x2.svg")
+    texts = _texts(FOLDER / "step-h100x2.svg")
     assert _texts(tmp_path / "plot.svg") == texts
     assert title in texts
     assert (
@@ -126,7 +130,7 @@ def test_readme_has_the_ratios_of_one_run() -> None:
 def test_readme_recommends_by_what_was_measured() -> None:
     """The table of systems to choose from, and the sentence below the chart."""
     page = (ROOT / "README.md").read_text()
-    measured = train_report.rows(_reports(TRAINING["h200x2"]))
+    measured = train_report.rows(_reports(TRAINING["h100x2"]))
     systems = {name: [row for row in measured if row.system == name] for name in {row.system for row in measured}}
     rows = {cells[0]: cells for cells in _cells(ROOT / "README.md")}
     for name, system in (
@@ -139,7 +143,7 @@ def test_readme_recommends_by_what_was_measured() -> None:
     ):
         assert rows[name][2] == ", ".join(f"{row.ratio:.2f}" for row in systems[system]), name
         assert {rows[name][3]} == {f"{row.held_gib:.1f}" for row in systems[system]}, name
-    added = train_chart.added(_reports(TRAINING["h200x2"]))
+    added = train_chart.added(_reports(TRAINING["h100x2"]))
     ours = [*added["etp_copy_engine"].values(), *added["etp_copy_engine_graph"].values()]
     others = [percent for name in ("upstream_gtp", "megatron_fsdp", "fsdp2") for percent in added[name].values()]
     over_nccl = [*added["etp_c10d"].values(), *added["etp_c10d_graph"].values()]
@@ -150,7 +154,7 @@ def test_readme_recommends_by_what_was_measured() -> None:
         next(row.ms for row in train_report.rows(_reports((name,))) if row.system == "etp_copy_engine_graph")
         for name in ("h100x2-fp8-block", "h100x2-etp")
     )
-    assert rows["ETP"][4] == f"gathers FP8; on 2 H100 with CUDA graphs, {fp8 / bf16:.2f} of the bf16 step"
+    assert rows["ETP"][4] == f"gathers FP8; with CUDA graphs, {fp8 / bf16:.2f} of the bf16 step"
 
 
 def test_commands_of_refits_would_write_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:

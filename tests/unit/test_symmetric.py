@@ -67,6 +67,18 @@ def test_operations_are_made_once_and_do_not_pile_up(signals: Signals) -> None:
     assert _kept() - before <= 4
 
 
+def test_ranks_that_do_not_find_each_other_are_told_what_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*_: Any) -> None:
+        raise RuntimeError("Wait timeout")
+
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", too_late)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 5])
+    group: Any = object()
+    with pytest.raises(RuntimeError, match=r"rank 5 .* ranks of \[4, 5\] .*Wait timeout.* same number .*'c10d'"):
+        symmetric._rendezvous(torch.empty(0), group)
+
+
 def test_no_cycle_keeps_them(signals: Signals) -> None:
     """Memory of the flags is freed with the last reference, not whenever the garbage collector comes."""
     signals.send(0, 0)
