@@ -172,7 +172,7 @@ class ETPShardedParam(Shard):
         Its dtype is that of ``main_grad`` if there is one, else that of the shard. Transformer Engine then passes
         autograd a tensor with arbitrary content as the gradient.
         """
-        self._placeholder_due = True
+        self.placeholder_due = torch._C._current_graph_task_id()
         main_grad: torch.Tensor | None = getattr(self, "main_grad", None)
         dtype = self.dtype if main_grad is None else main_grad.dtype
         return self.driver.reductions.buffer(self.weight_group, self._group_index, dtype)
