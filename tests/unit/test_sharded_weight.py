@@ -134,6 +134,19 @@ def test_a_layer_that_delays_its_weight_gradients_is_refused() -> None:
     assert layer.weight0.shape == (8, 4)
 
 
+def test_a_quantized_weight_is_refused() -> None:
+    """Its shards would be of the dtype that it was quantized from."""
+    origin = {"__module__": "transformer_engine.pytorch.quantized_tensor"}
+    layer = torch.nn.Linear(4, 8)
+    layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(type("QuantizedTensor", (torch.Tensor,), origin)))
+    with (
+        fake_group(0, 2) as group,
+        pytest.raises(ValueError, match=r"^Linear\.weight is a QuantizedTensor, and its shards would be"),
+    ):
+        WeightShardApi(MegatronEtpConfig()).wrap_module(layer, ["weight"], group)
+    assert layer.weight.shape == (8, 4)
+
+
 @pytest.mark.parametrize(
     ("attributes", "variables", "culprit"),
     [
