@@ -138,6 +138,12 @@ REFUSALS = (
         "gradients whose reduction ends in the next as missing",
     ),
     Refusal(
+        "--tp-comm-overlap",
+        _is_set("tp_comm_overlap"),
+        "drop it: it has never been run with sharded weights, and its kernels wait for other ranks on the GPU, as "
+        "gathers do, so they could block each other",
+    ),
+    Refusal(
         "--moe-single-grouped-weight",
         _is_set("moe_single_grouped_weight"),
         "drop it: experts are sharded one weight at a time",
