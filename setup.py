@@ -39,7 +39,7 @@ setup(
         "nixl": ["nixl>=1.5,<2"],
         "metrics": ["prometheus_client>=0.20"],  # serves a push's telemetry to Prometheus
         "dev": [
-            "emerging-optimizers>=0.3,<0.4",  # Megatron's Muon
+            "emerging-optimizers>=0.3,<0.4",  # Megatron's Muon and Lion
             "hypothesis",
             "matplotlib",  # draws what benchmarks/train_step.py measured
             "mypy",

@@ -131,9 +131,7 @@ class GradHooks:
             compute it.
         """
         self.brought = None if grad is None else id(shard)
-        is_placeholder = shard._placeholder_due
-        if is_placeholder:
-            shard.take_placeholder()
+        is_placeholder = shard.placeholder_due == torch._C._current_graph_task_id()
         if grad is None or is_placeholder or self._modes.captures_part(grad):
             return None
         self._before_own(shard.weight_group)
@@ -166,9 +164,9 @@ class GradHooks:
         is_right = is_right or id(shard) in self.behind_autograd or bool(returned_by_autograd(shard))
         if is_right and unseen:
             raise EtpStateError(
-                f"a torch.autograd.Function of your own got the shard {shard.fqn} itself. Its gradient must count once "
-                "per rank, but autograd has added it to one that is summed over the ranks already: pass the function "
-                "weight * 1 instead of the weight"
+                f"a torch.autograd.Function of your own got the shard {shard.fqn} itself, in this pass or in one that "
+                "failed before it. Its gradient must count once per rank, but autograd has added it to one that is "
+                "summed over the ranks already: pass the function weight * 1 instead of the weight"
             )
         return 1 if is_right else shard.layout.num_shards
 

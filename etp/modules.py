@@ -25,7 +25,7 @@ from etp.membership import Membership
 from etp.optimizers import OptimizerCheck
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
-from etp.te import te_available, te_pytorch
+from etp.te import refuse_quantized, te_available, te_pytorch
 
 
 class _ShardedModule(nn.Module):
@@ -260,6 +260,8 @@ def shard_weights(
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is no member of etp_group; pass each rank its own group")
+    for name in weight_names:
+        refuse_quantized(name, getattr(module, name))
     config = config or EtpConfig()
     first = dist.get_global_rank(group, 0)
     for param in module.parameters():

@@ -76,14 +76,16 @@ class Shard(OneOfMany, torch.nn.Parameter):
         knows_copies: whether its copies record which shard they are (``etp/shard_copy.py``); loaded states must then
             record it too.
         has_reduce_hooks: whether any hook waits for its complete gradient.
+        placeholder_due: number of the last graph task in which autograd's gradient is, or contains, a placeholder.
         term_counted: number of the last graph task that gives the shard a gradient which ``etp/terms.py`` has scaled.
         used_by_function: number of the graph task in which the forward of a user's autograd function last computed with
-            the shard, -1 outside of backward passes; None if none has since the last backward pass.
+            the shard, -1 outside of backward passes; None if none has since the last backward pass that did not fail.
     """
 
     group: dist.ProcessGroup
     group_rank: int
     fqn: str
+    placeholder_due: int
     term_counted: int
     used_by_function: int | None
     knows_copies = True
@@ -121,7 +123,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
         param._data, param._former_versions = None, 0
-        param._placeholder_due = False
+        param.placeholder_due = -1
         param.term_counted = -1
         param.used_by_function = None
         return param
@@ -141,7 +143,6 @@ class Shard(OneOfMany, torch.nn.Parameter):
     _reference: weakref.ref[Self]
     _data: torch.Tensor | None
     _former_versions: int
-    _placeholder_due: bool
 
     @property
     def layout(self) -> ShardLayout:  # type: ignore[override]
@@ -241,11 +242,6 @@ class Shard(OneOfMany, torch.nn.Parameter):
             hook()
         for accumulated in list(self._accumulate_hooks.values()):
             accumulated(self)
-
-    def take_placeholder(self) -> bool:
-        """Whether autograd's gradient in this backward pass is, or contains, a placeholder. Resets the flag."""
-        due, self._placeholder_due = self._placeholder_due, False
-        return due
 
     # Implemented in C, unlike Tensor's: a dictionary of parameters calls it at every access.
     __hash__ = object.__hash__

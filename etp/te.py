@@ -105,6 +105,16 @@ def refuse_unsupported_te(path: str, module: nn.Module) -> None:
         raise ValueError(f"{path}: parameters_split gives {names}; a sharded module needs one weight, without a split")
 
 
+def refuse_quantized(name: str, weight: torch.Tensor) -> None:
+    """Raise ValueError for a weight that TE keeps quantized: its shards would silently have higher precision."""
+    for cls in type(weight).__mro__:
+        if cls.__name__ == "QuantizedTensor" and cls.__module__.startswith("transformer_engine.pytorch"):
+            raise ValueError(
+                f"{name} is a {type(weight).__name__}, and its shards would be {weight.dtype}: build the model without "
+                "quantized_model_init; under te.autocast, weights are gathered as its recipe quantizes them"
+            )
+
+
 def grouped_tensors_are_default() -> bool:
     """Whether the environment lets TE's ``GroupedLinear`` use grouped tensors."""
     return os.environ.get(GROUPED_TENSOR_VARIABLE, "0") not in ("", "0")

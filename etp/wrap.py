@@ -28,6 +28,7 @@ from etp.sites import (
     weight_sites,
 )
 from etp.stacked import StackedWeights, Uses
+from etp.te import refuse_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +220,7 @@ def _checked_layouts(
             raise ValueError(f"{name} is on the meta device; give it memory and values before etp.shard_module")
     for name, param in plain.items():
         _refuse_cut_before(name, param)
+    _refuse_quantized(sites)
     _refuse_one_memory(plain, {param for site in sites for param in site.params()})
     for path, module in root.named_modules():
         _refuse_rescaled_table(path, module, chosen)
@@ -254,6 +256,12 @@ def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
             f"{name} shared its weight with {shard.fqn}, which an earlier call of etp.shard_module has sharded without "
             "it; pass a module that contains both"
         )
+
+
+def _refuse_quantized(sites: Iterable[Site]) -> None:
+    for site in sites:
+        for name, param in zip(site.full_names(), site.params(), strict=True):
+            refuse_quantized(name, param)
 
 
 def _refuse_one_memory(params: Mapping[str, nn.Parameter], cut: Container[nn.Parameter]) -> None:

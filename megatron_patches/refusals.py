@@ -138,6 +138,12 @@ REFUSALS = (
         "gradients whose reduction ends in the next as missing",
     ),
     Refusal(
+        "--tp-comm-overlap",
+        _is_set("tp_comm_overlap"),
+        "drop it: it has never been run with sharded weights, and its kernels wait for other ranks on the GPU, as "
+        "gathers do, so they could block each other",
+    ),
+    Refusal(
         "--moe-single-grouped-weight",
         _is_set("moe_single_grouped_weight"),
         "drop it: experts are sharded one weight at a time",
@@ -384,15 +390,15 @@ REFUSALS = (
         "use --save-interval: it would write one rank's shards under the names of the whole weights",
     ),
     Refusal(
-        "--optimizer other than adam, sgd or muon",
-        lambda args: args.optimizer not in ("adam", "sgd", "muon"),
-        "use --optimizer muon or adam: the others would take each shard for a whole matrix",
+        "--optimizer other than adam, lion, sgd or muon",
+        lambda args: args.optimizer not in ("adam", "lion", "sgd", "muon"),
+        "use --optimizer muon, lion or adam: the others would take each shard for a whole matrix",
     ),
     Refusal(
-        "--optimizer muon and --use-distributed-optimizer",
-        lambda args: args.optimizer == "muon" and args.use_distributed_optimizer,
-        "drop --use-distributed-optimizer, which gives each replica of a shard other weights to step; the state of "
-        "Muon is sharded without it",
+        "--optimizer muon or lion and --use-distributed-optimizer",
+        lambda args: args.optimizer in ("lion", "muon") and args.use_distributed_optimizer,
+        "drop --use-distributed-optimizer, which gives each replica of a shard other weights to step; their state is "
+        "sharded without it",
     ),
     Refusal(
         f"--optimizer muon without emerging-optimizers {MUON_RELEASE}",

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from etp import GradReduction, ShardLayout
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
-from etp.te import refuse_unsupported_te
+from etp.te import refuse_quantized, refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
 from megatron_patches.refusals import FP4_ALIGNMENT, FP8_RECIPES
 from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter
@@ -144,7 +144,7 @@ class WeightShardApi:
 
         Raises:
             ValueError: if it is a Transformer Engine layer whose sharded form would be wrong, for example because its
-                weight gradients are delayed.
+                weight gradients are delayed, or a weight is quantized.
         """
         if dist.get_world_size(group) == 1:
             return
@@ -155,6 +155,7 @@ class WeightShardApi:
             if param is None or is_sharded(param):
                 continue
             fqn = f"{type(module).__name__}.{name}"
+            refuse_quantized(fqn, param)
             shard = shard_parameter(param, group, self._engine.pad_for_alignment, fqn)
             self._register(module, name, shard, group)
             shards.append(shard)

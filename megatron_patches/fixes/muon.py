@@ -37,6 +37,9 @@ def _replace_create(create: Callable[..., Any]) -> Callable[..., Any]:
         if not any(is_sharded(param) for group in param_groups for param in group["params"]):
             return create(config, param_groups, eopt_name, model_chunks, pg_collection)
         _check(config, eopt_name)
+        if eopt_name == "lion":
+            # Element-wise: a shard is stepped as any other parameter.
+            return create(config, param_groups, eopt_name, model_chunks, pg_collection)
         from megatron.core.optimizer import emerging_optimizers as megatron
 
         from megatron_patches.muon import ShardedMuon
@@ -51,16 +54,16 @@ def _replace_create(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(config: Any, name: str) -> None:
     """Refuse, in scripts without Megatron's command line too, what ``megatron_patches.refusals`` lists."""
-    if name != "muon":
+    if name not in ("lion", "muon"):
         raise UnsupportedConfigurationError(
-            f"optimizer {name} would take each shard for a whole matrix; with sharded weights use muon or adam"
+            f"optimizer {name} would take each shard for a whole matrix; with sharded weights use muon, lion or adam"
         )
     if config.use_layer_wise_distributed_optimizer or config.optimizer.startswith("dist_"):
         raise UnsupportedConfigurationError(
             "a layer-wise distributed optimizer gives each replica of a shard other weights to step; with sharded "
-            "weights use optimizer muon without use_layer_wise_distributed_optimizer"
+            f"weights use optimizer {name} without use_layer_wise_distributed_optimizer"
         )
-    if not has_muon():
+    if name == "muon" and not has_muon():
         raise UnsupportedConfigurationError(
             f"Muon for sharded weights needs emerging-optimizers {MUON_RELEASE}: "
             f"pip install 'emerging-optimizers=={MUON_RELEASE}.*'"

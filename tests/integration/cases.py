@@ -74,6 +74,7 @@ HYBRID = (
 MUON = "--optimizer muon --lr 1e-3"
 # In bf16, its default, iterations make a last bit of a gradient a last bit in bf16 of the update.
 MUON_FP32 = f"{MUON} --muon-fp32-matmul-prec high"
+LION = "--optimizer lion --lr 1e-3"
 LATENT = (
     "--multi-latent-attention --rope-type rope --qk-layernorm --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 10 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 6"
@@ -413,6 +414,25 @@ CASES = (
         4,
         "--etp-size 2",
         common=f"{MUON_FP32} --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
+        needs="emerging_optimizers",
+        slow=True,
+    ),
+    # Steps are signs of averages of gradients, of which a rounding changes some.
+    Case(
+        "etp2_lion_exact",
+        2,
+        "--etp-size 2",
+        common=f"{ONE_MICROBATCH} {LION}",
+        tolerance=0.0,
+        needs="emerging_optimizers",
+        slow=True,
+    ),
+    Case(
+        "moe_ep2_expert_etp2_lion_padding",
+        4,
+        "--etp-size 4 --expert-etp-size 2",
+        model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
+        common=f"{MOE} {LION} --expert-model-parallel-size 2 --clip-grad 0.1",
         needs="emerging_optimizers",
         slow=True,
     ),

@@ -149,6 +149,14 @@ CASES = (
         needs="emerging_optimizers",
     ),
     Case(
+        "from_etp2_lion",
+        f"--etp-size 2 {PAD}",
+        ("", f"--etp-size 2 {PAD}"),
+        common="--optimizer lion",
+        ranks=2,
+        needs="emerging_optimizers",
+    ),
+    Case(
         "from_etp2_distributed_async",
         f"--etp-size 2 {PAD} --async-save --use-persistent-ckpt-worker --async-strategy mcore",
         (f"--etp-size 2 {PAD}", ""),

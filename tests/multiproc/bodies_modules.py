@@ -463,6 +463,13 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901, PLR09
     def complex_layer() -> None:
         etp.Linear(4, 4, etp_group=group, params_dtype=torch.complex64)
 
+    def quantized() -> None:
+        origin = {"__module__": "transformer_engine.pytorch.quantized_tensor"}
+        kept = type("Float8Tensor", (type("QuantizedTensor", (torch.Tensor,), origin),), {})
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].weight = nn.Parameter(model[0].weight.data.as_subclass(kept))
+        etp.shard_module(model, group)
+
     def parametrized() -> None:
         etp.shard_module(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))), group)
 
@@ -515,6 +522,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901, PLR09
         sparse,
         complex_weight,
         complex_layer,
+        quantized,
         parametrized,
         lazy,
         over_other_ranks,

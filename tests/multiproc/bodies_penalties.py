@@ -245,6 +245,27 @@ def own_function_behind_a_failure(rank: int, world_size: int) -> float:
     return float((weight.grad / (2 * weight.detach())).mean()) / world_size
 
 
+def penalty_behind_a_failed_forward(rank: int, world_size: int) -> tuple[str, float]:
+    """The error of a pass with a penalty after a forward pass that failed behind a function of the user's own.
+
+    Returns:
+        the error, and how often the penalty's gradient counts when that pass is repeated.
+    """
+    model = nn.Sequential(nn.Linear(SIDE, SIDE, bias=False)).to(device())
+    config = etp.EtpConfig(pad_for_alignment=1, grad_reduction=etp.GradReduction.SUM)
+    etp.shard_module(model, dist.group.WORLD, config=config)
+    weight: Any = model[0].weight
+    _Squares.apply(weight)
+    error = ""
+    for _ in range(2):
+        try:
+            (0 * model(_input(rank)).sum() + weight.square().sum()).backward()
+        except etp.EtpStateError as raised:
+            error = str(raised)
+            model.zero_grad()
+    return error, float((weight.grad / (2 * weight.detach())).mean()) / world_size
+
+
 PADDED_TERMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "smooth absolute value": lambda weight: (weight.square() + 1e-2).sqrt().sum(),
     "gates": lambda weight: torch.sum(torch.sigmoid(weight), dtype=torch.float64).float(),

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import etp
+from etp.modules import shard_weights
 
 IN, OUT, ROWS, EXPERTS = 64, 104, 24, 3
 SPLITS = [8, 10, 6]
@@ -195,6 +196,10 @@ def paths_past_the_protocol(rank: int, world_size: int, shim: str) -> dict[str, 
         note("against the variable", lambda: sharded(built(use_grouped_tensor=False)))
     with mock.patch.dict(os.environ, {"NVTE_BACKWARD_OVERRIDE": "high_precision"}):
         note("override variable", lambda: sharded(_build("LayerNormLinear", bias=False, fuse=False)))
+    with te.quantized_model_init(recipe=recipe.Float8BlockScaling()):
+        first, second = (te.Linear(128, 128, params_dtype=torch.bfloat16, device="cpu") for _ in range(2))
+    note("quantized model", lambda: etp.shard_module(nn.Sequential(first, second), dist.group.WORLD))
+    note("quantized layer", lambda: shard_weights(first, ["weight"], dist.group.WORLD, None))
     for kind in KINDS:
         module = sharded(_build(kind, bias=False, fuse=False))
         high = recipe.Float8BlockScaling(backward_override="high_precision")

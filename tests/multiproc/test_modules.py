@@ -137,6 +137,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         "sparse": "table.weight: an embedding with max_norm or sparse gradients cannot be sharded",
         "complex_weight": "0.weight is complex, and only real weights can be sharded",
         "complex_layer": "a weight of torch.complex64 cannot be sharded",
+        "quantized": "0.weight is a Float8Tensor, and its shards would be torch.float32: build the model without quant",
         "parametrized": "0.weight is computed from other parameters",
         "lazy": "0.weight has no shape yet; run a forward pass",
         "over_other_ranks": "0.weight is sharded over ranks [0, 1], and etp_group has ranks [",

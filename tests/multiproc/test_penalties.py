@@ -34,6 +34,12 @@ def test_a_function_of_the_users_own_counts_once_for_each_rank_after_a_failed_ba
     assert run_distributed(bodies.own_function_behind_a_failure, 2) == pytest.approx([1.0, 1.0])
 
 
+def test_a_function_of_the_users_own_in_a_failed_pass_is_named_as_such_and_the_pass_can_be_repeated() -> None:
+    for error, count in run_distributed(bodies.penalty_behind_a_failed_forward, 2):
+        assert "got the shard 0.weight itself, in this pass or in one that failed before it" in error
+        assert count == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_padding_counts_in_no_term(ranks: int, mean: bool) -> None:

@@ -56,6 +56,12 @@ def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -
         )
         assert answers.pop("argument") == answers.pop("variable") == grouped
         assert answers.pop("override variable").startswith("the module: NVTE_BACKWARD_OVERRIDE=high_precision makes")
+        refused = (
+            "weight is a Float8BlockwiseQTensor, and its shards would be torch.bfloat16: build the model without "
+            "quantized_model_init; under te.autocast, weights are gathered as its recipe quantizes them"
+        )
+        assert answers.pop("quantized model") == f"0.{refused}"
+        assert answers.pop("quantized layer") == refused
         assert set(answers) == {"Linear in FP8", "LayerNormLinear in FP8", "GroupedLinear in FP8"}
         for case, message in answers.items():
             name = "weight0" if case.startswith("Grouped") else "weight"

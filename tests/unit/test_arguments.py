@@ -318,10 +318,15 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number"),
         ({"save_wgrads_interval": 4}, "--save-wgrads-interval"),
         ({"save_params_interval": 4}, "--save-params-interval"),
-        ({"optimizer": "soap"}, "--optimizer other than adam, sgd or muon"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"optimizer": "soap"}, "--optimizer other than adam, lion, sgd or muon"),
         (
             {"optimizer": "muon", "use_distributed_optimizer": True},
-            "--optimizer muon and --use-distributed-optimizer",
+            "--optimizer muon or lion and --use-distributed-optimizer",
+        ),
+        (
+            {"optimizer": "lion", "use_distributed_optimizer": True},
+            "--optimizer muon or lion and --use-distributed-optimizer",
         ),
     ],
 )

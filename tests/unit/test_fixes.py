@@ -471,6 +471,14 @@ class TestMuon:
         arguments: tuple[Any, ...] = ("config", [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], "muon", [], None)
         assert created(*arguments) == arguments
 
+    def test_lion_steps_shards_as_any_parameters(self) -> None:
+        created = muon.RECORDS[1].replace(lambda *arguments: arguments)
+        config = types.SimpleNamespace(optimizer="lion", use_layer_wise_distributed_optimizer=False)
+        with fake_group(rank=0, world_size=2) as group:
+            groups = [{"params": [MegatronShardedParam.from_full(torch.ones(4, 2), group)]}]
+            arguments: tuple[Any, ...] = (config, groups, "lion", [], None)
+            assert created(*arguments) == arguments
+
     def test_query_key_and_value_are_told_apart_by_rows_of_the_whole_weight(self) -> None:
         """Of twelve rows in two groups, a shard has one. A shard of as many rows, one of padding, has none."""
         chunk = torch.nn.Module()
@@ -492,6 +500,7 @@ class TestMuon:
             ("muon", False, "0.30.0", r"needs emerging-optimizers 0\.3: pip install"),
             ("muon", False, "0.4.0", r"needs emerging-optimizers 0\.3: pip install"),
             ("muon", True, "0.3.0", "a layer-wise distributed optimizer gives each replica of a shard other weights"),
+            ("lion", True, "0.3.0", "other weights to step; with sharded weights use optimizer lion without use_layer"),
             ("dist_muon", False, "0.3.0", "a layer-wise distributed optimizer gives each replica"),
             ("soap", False, "0.3.0", "optimizer soap would take each shard for a whole matrix"),
         ],

@@ -69,22 +69,50 @@ def test_the_gradient_of_a_penalty_reaches_main_grad(world: dist.ProcessGroup) -
     assert torch.equal(seen[-1], shard.main_grad)
 
 
+class _Fused(torch.autograd.Function):
+    """As Transformer Engine, writes the gradient into a buffer of the shard's and brings autograd any memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shard: Any, fails: bool) -> torch.Tensor:
+        ctx.saved = x, shard, fails
+        return torch.nn.functional.linear(x, shard.materialize_group_for_forward()[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        x, shard, fails = ctx.saved
+        buffer = shard.grad_buffer()
+        if fails:
+            raise ArithmeticError
+        shard.finalize_group_grads(torch.mm(grad.t(), x, out=buffer))
+        return None, torch.full((6, 4), float("nan")), None
+
+
 def test_what_transformer_engine_returns_for_a_fused_accumulation_reaches_no_main_grad(
     world: dist.ProcessGroup,
 ) -> None:
-    """It has written the gradient into the buffer that it asked for, and brings autograd any memory of that shape."""
     weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4)
     shard: Any = MegatronShardedParam.from_full(weight, world, 1)
     shard.attach(runtime := EtpRuntime(), "weight")
     runtime.add(WeightGroup([shard], world))
     shard.main_grad = torch.zeros(6, 4)
     for step in range(2):
-        placeholder = torch.full((6, 4), float("nan"))
-        shard.grad_buffer()
-        (torch.nn.functional.linear(x, shard).square().sum() + (shard * placeholder).sum()).backward()
+        _Fused.apply(x, shard, False).square().sum().backward()
         torch.nn.functional.linear(x, weight).square().sum().backward()
         torch.testing.assert_close(shard.main_grad, weight.grad, msg=f"step {step}")
         shard.grad = None
+
+
+def test_a_penalty_counts_after_a_fused_accumulation_that_failed(world: dist.ProcessGroup) -> None:
+    weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4)
+    shard: Any = MegatronShardedParam.from_full(weight, world, 1)
+    shard.attach(runtime := EtpRuntime(), "weight")
+    runtime.add(WeightGroup([shard], world))
+    shard.main_grad = torch.zeros(6, 4)
+    with pytest.raises(ArithmeticError):
+        _Fused.apply(x, shard, True).sum().backward()
+    for each in (weight, shard):
+        (torch.nn.functional.linear(x, each).square().sum() + each.square().sum()).backward()
+    torch.testing.assert_close(shard.main_grad, weight.grad)
 
 
 def test_a_layer_that_delays_its_weight_gradients_is_refused() -> None:
@@ -104,6 +132,19 @@ def test_a_layer_that_delays_its_weight_gradients_is_refused() -> None:
     ):
         WeightShardApi(MegatronEtpConfig()).wrap_module(layer, ["weight0"], group, is_grouped=True)
     assert layer.weight0.shape == (8, 4)
+
+
+def test_a_quantized_weight_is_refused() -> None:
+    """Its shards would be of the dtype that it was quantized from."""
+    origin = {"__module__": "transformer_engine.pytorch.quantized_tensor"}
+    layer = torch.nn.Linear(4, 8)
+    layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(type("QuantizedTensor", (torch.Tensor,), origin)))
+    with (
+        fake_group(0, 2) as group,
+        pytest.raises(ValueError, match=r"^Linear\.weight is a QuantizedTensor, and its shards would be"),
+    ):
+        WeightShardApi(MegatronEtpConfig()).wrap_module(layer, ["weight"], group)
+    assert layer.weight.shape == (8, 4)
 
 
 @pytest.mark.parametrize(
