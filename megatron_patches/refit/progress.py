@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -22,11 +23,18 @@ class Progress:
         """``nbytes`` more bytes of the phase are done."""
 
 
-def shown_progress(shows: bool) -> AbstractContextManager[Progress]:
-    """Bars on a terminal, lines in a log, or something that takes the same calls and shows nothing."""
+def shown_progress(shows: bool, *, mostly_quick: bool = False) -> AbstractContextManager[Progress]:
+    """Bars on a terminal, lines in a log, or something that takes the same calls and shows nothing.
+
+    Args:
+        shows: whether to show anything.
+        mostly_quick: whether a log shows something only of what takes long.
+    """
     if not shows:
         return nullcontext(Progress())
-    return TerminalProgress() if sys.stderr.isatty() else nullcontext(LoggedProgress(sys.stderr))
+    if sys.stderr.isatty():
+        return TerminalProgress()
+    return LateProgress(sys.stderr) if mostly_quick else nullcontext(LoggedProgress(sys.stderr))
 
 
 class LoggedProgress(Progress):
@@ -58,6 +66,43 @@ class LoggedProgress(Progress):
         self._last = time.monotonic()
         self._out.write(f"{self._prefix}{text}\n")
         self._out.flush()
+
+
+class LateProgress(Progress):
+    """Nothing at first, then at intervals a line that names the phase; written by a thread, for phases without steps.
+
+    Args:
+        out: the log.
+        first_s: seconds until the first line.
+        every_s: seconds between two lines.
+    """
+
+    def __init__(self, out: TextIO, first_s: float = 5.0, every_s: float = 10.0) -> None:
+        self._out, self._first_s, self._every_s = out, first_s, every_s
+        self._name, self._since = "start", time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="refit-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def phase(self, name: str, nbytes: int) -> None:  # noqa: ARG002 - no rank's share
+        """Notes the phase."""
+        self._name, self._since = name, time.monotonic()
+
+    def _run(self) -> None:
+        wait_s = self._first_s
+        while not self._ended.wait(wait_s):
+            wait_s = self._every_s
+            self._out.write(f"{self._name}, for {time.monotonic() - self._since:.0f} s\n")
+            self._out.flush()
 
 
 class TerminalProgress(Progress):

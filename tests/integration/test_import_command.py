@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron_patches.refit.checkpoints.hf_match import check_config
 from megatron_patches.refit.models.config_traits import family_from_config
@@ -94,6 +96,24 @@ def test_a_run_starts_from_an_import_as_from_the_checkpoint_itself(megatron: Meg
     started = megatron.train(2, f"{flags} --load-hf {root}/llama".split())
     assert len(started[-1].losses) == 3
     assert imported[-1].losses == started[-1].losses
+
+
+@pytest.mark.slow
+def test_an_import_from_a_relative_path_has_its_tokenizer_wherever_a_later_run_starts(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    write_checkpoint(tmp_path / "words", config, random_tensors(config, torch.bfloat16))
+    words = {f"word{number}": number for number in range(int(str(config["vocab_size"])))}
+    Tokenizer(WordLevel(words, unk_token="word0")).save(str(tmp_path / "words" / "tokenizer.json"))  # noqa: S106 - no secret
+    named = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "words" / "tokenizer_config.json").write_text(json.dumps(named))
+    for place, command in (
+        (tmp_path, ["import", "--hf", "words", "--save", "saved"]),
+        (Path.cwd(), ["export", "--load", str(tmp_path / "saved"), "--output", str(tmp_path / "back")]),
+    ):
+        whole = [sys.executable, "-m", "megatron_patches.refit", *command]
+        done = subprocess.run(whole, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "words").keys()
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
 """Position-weighted additive checksums: digests of disjoint boxes add up to the digest of their union.
 
 The digest of a set of elements is the sum, modulo 2**64, of ``(bits(x) + 1) * u(r) * v(c)``, where ``bits`` is the
-element's bit pattern as an unsigned integer, ``c`` its index in the whole tensor's last dimension, ``r`` its row-major
-index in all others, and ``u`` and ``v`` are splitmix64 hashes, forced odd. So
+element's bit pattern as an unsigned integer (of an element ``x`` of 8 bytes, ``x ^ x >> 32``), ``c`` its index in the
+whole tensor's last dimension, ``r`` its row-major index in all others, and ``u`` and ``v`` are splitmix64 hashes,
+forced odd. So
 
 - the holder of a part computes its share alone, and shares are summed in any order;
 - an element that moved has another weight, so swapped boxes and shifted offsets show;
 - since weights are odd, no single flipped bit can cancel; since 1 is added, a missing zero shows too;
+- a flipped bit changes the sum by its weight times 2**31 or less, so two flipped signs do not cancel either. Of 8-byte
+  elements, a sign alone would count 2**63, whatever its weight; therefore their upper halves are folded into the lower;
 - a row is hashed once for all its elements and a column once for all rows, so an element costs one product, and a
   GPU digests at memory speed. Hashing each element would take several times as long.
 
@@ -99,7 +102,10 @@ class _Columns:
 
     def sums(self, bits: NDArray[np.unsignedinteger]) -> NDArray[np.uint64]:
         """For each row, the sum of ``(bits + 1) * hash``."""
-        found: NDArray[np.uint64] = (bits.astype(np.uint64) + np.uint64(1)) @ self._hashes
+        wide = bits.astype(np.uint64)
+        if bits.itemsize == wide.itemsize:
+            wide ^= wide >> np.uint64(32)
+        found: NDArray[np.uint64] = (wide + np.uint64(1)) @ self._hashes
         return found
 
 

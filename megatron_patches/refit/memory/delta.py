@@ -89,16 +89,22 @@ class Snapshot:
 
 
 def _copied(storage: Bits | torch.Tensor, into: Bits | torch.Tensor | None) -> Bits | torch.Tensor:
-    """A copy of a storage: in ``into``, if that has the same form, otherwise in new memory."""
+    """A copy of a storage, on its device: in ``into`` if that has the same form there, otherwise in new memory."""
+    import torch
+
     if isinstance(storage, np.ndarray):
         if not (isinstance(into, np.ndarray) and into.dtype == storage.dtype and into.size == storage.size):
             return storage.copy()
         np.copyto(into, storage)
         return into
     held = storage.detach()
-    if into is None or isinstance(into, np.ndarray) or into.dtype != held.dtype or into.numel() != held.numel():
-        return held.clone()
-    return into.copy_(held)
+    if isinstance(into, torch.Tensor) and _form(into) == _form(held):
+        return into.copy_(held)
+    return held.clone()
+
+
+def _form(storage: torch.Tensor) -> tuple[torch.device, torch.dtype, int]:
+    return storage.device, storage.dtype, storage.numel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def _move_boxes(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
     loops: tl.constexpr,
     unrolled: tl.constexpr,
     digit: tl.constexpr,
+    folded: tl.constexpr,
     hashed_rows: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
@@ -155,7 +156,10 @@ def _move_boxes(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
                     middle += bits * (weight >> digit & ((1 << digit) - 1)).to(tl.uint32)[:, None]
                     high += bits * (weight >> 2 * digit).to(tl.uint32)[:, None]
                 else:
-                    total += value.to(tl.uint64) * weight[:, None]
+                    bits = value.to(tl.uint64)
+                    if folded:  # or two flipped signs would cancel
+                        bits ^= bits >> 32
+                    total += bits * weight[:, None]
     if move != _DO_UNPACK:
         if digit:
             total = low.to(tl.uint64) + (middle.to(tl.uint64) << digit) + (high.to(tl.uint64) << 2 * digit)
@@ -213,6 +217,7 @@ def move_boxes(
         loops=shape.loops,
         unrolled=_UNROLLED if move is Move.DIGEST and shape.aligned and not shape.nested else 1,
         digit=_digit(shape.loops) if shape.width == 1 else 0,
+        folded=shape.width == 8,
         hashed_rows=min(shape.rows * shape.loops, max(shape.rows, _WARP * _WARPS)),
         num_warps=_WARPS,
     )

@@ -101,8 +101,12 @@ class DevicePort:
     def renew(self, memory: Mapping[str, torch.Tensor], writing: Writing | None = None) -> None:
         """See :class:`megatron_patches.refit.memory.ports.Port`; waits for the work on the caller's stream."""
         self._writing = writing
-        if _device_of(memory, self._where) != self._device:
-            raise TransferError(f"the storages on {self._where} have moved from {self._device} to another device")
+        device = _device_of(memory, self._where)
+        if device != self._device:
+            raise TransferError(
+                f"the storages on {self._where} have moved from {self._device} to {device}; bring them back, or "
+                "prepare again"
+            )
         self._memory = memory
         self._addresses = {name: storage.data_ptr() for name, storage in memory.items()}
         self._forms = {

@@ -271,7 +271,8 @@ class HostPort:
             return storage
         if storage.device.type != "cpu":
             raise TransferError(
-                f"{name} on {self._where} is on {storage.device}; all storages must be on the host, or none"
+                f"{name} on {self._where} is on {storage.device}; all storages must be on the host, or none, and "
+                "stay there until a trainer prepares again"
             )
         import torch
 

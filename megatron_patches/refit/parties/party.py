@@ -129,12 +129,18 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         extra = int(on_gpu) + int(deltas) * (1 + int(on_gpu))
         return slot_bytes(self._options.staging_bytes, len(self._links()), extra)
 
-    def _link(self, make: Callable[[Place, Transport], End], offer_of: Callable[[End], Offer]) -> End:
+    def _link(
+        self,
+        make: Callable[[Place, Transport], End],
+        offer_of: Callable[[End], Offer],
+        begin: Callable[[], object] = lambda: None,
+    ) -> End:
         """Returns the links of this party. If they are not up, all parties connect them together.
 
         Args:
             make: makes this side's end of them.
             offer_of: what an end offers to those with which it links.
+            begin: called first in the step in which they are made, even if that fails afterwards.
         """
         if self._end is not None:
             return self._end
@@ -142,6 +148,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         mine: list[Offer] = []
 
         def listen() -> Offer:
+            begin()
             place = self._place()
             # A party without links may lack what the transport needs, unless all parties connect together.
             together = self.transport is TransportName.C10D

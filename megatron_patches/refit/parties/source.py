@@ -62,7 +62,8 @@ class SourceParty(Party[SendingEnd]):
         Args:
             version: number of the weights.
             look_up: returns the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
-                integers. It is called inside the step, so that its failure fails the step for all parties at once.
+                integers. It is called first in every step, so that its failure fails the step for all parties at once,
+                and what it asks others to do is asked even if this party fails.
             base: this rank's part of the version that every destination serves, relative to which it sends; None to
                 send all elements.
             writing: what is still writing to them, on a GPU. If it fails, no destination takes the version.
@@ -76,7 +77,7 @@ class SourceParty(Party[SendingEnd]):
             PartyFailedError: on all parties, if any failed.
         """
         try:
-            end = self._link(SendingEnd, lambda end: end.offer(self._slot_bytes(), look_up()))
+            end = self._link(SendingEnd, lambda end: end.offer(self._slot_bytes(), look_up()), look_up)
 
             def send() -> Moved:
                 with self._timed("look_up"):

@@ -61,7 +61,7 @@ def _import(options: argparse.Namespace, progress: Progress) -> str:
     sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
     _check_free(options.save)
     config = read_config(options.hf)
-    flags = flags_of(config, options.hf)
+    flags = flags_of(config, options.hf.absolute())  # saved: a later run may start elsewhere
     patch_megatron()
     args = _arguments(flags, options.save)
     refuse_unbuildable(args)

@@ -230,7 +230,7 @@ def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mappi
 def main(options: argparse.Namespace) -> int:
     """Runs ``plan`` or ``verify`` and prints the result; returns the exit status."""
     try:
-        with shown_progress(sys.stderr.isatty()) as progress:
+        with shown_progress(True, mostly_quick=True) as progress:
             outcome = run(options, progress)
     except RefitError as error:
         sys.stderr.write(f"error: {error}\n")

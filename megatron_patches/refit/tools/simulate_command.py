@@ -81,7 +81,7 @@ class Limit:
 def main(options: argparse.Namespace) -> int:
     """Runs ``simulate`` and prints the result; returns the exit status."""
     try:
-        with shown_progress(sys.stderr.isatty()) as progress:
+        with shown_progress(True, mostly_quick=True) as progress:
             sides, found = run(options, progress)
             targets = targets_of(options, found)
             if options.json is not None:

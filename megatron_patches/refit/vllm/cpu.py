@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Where Linux keeps shared memory made by shm_open.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked up by name
 
+_APPLIED = "_etp_applied"  # attribute of a changed function; others may have wrapped the same function before
+
 
 def apply() -> None:
     """Keeps linear weights in place, and keeps the shared memory of one engine's workers apart from another's."""
@@ -24,11 +26,13 @@ def apply() -> None:
     # On Arm, oneDNN packs experts into its own memory too.
     _custom_ops._supports_onednn = False
     prepare = utils.dispatch_cpu_unquantized_gemm
-    if not hasattr(prepare, "__wrapped__"):
+    if not hasattr(prepare, _APPLIED):
         utils.dispatch_cpu_unquantized_gemm = _with_linear_weights_in_place(prepare)
+        setattr(utils.dispatch_cpu_unquantized_gemm, _APPLIED, True)
     start = _CPUSHMDistributed._init_cpu_shm
-    if not hasattr(start, "__wrapped__"):
+    if not hasattr(start, _APPLIED):
         _CPUSHMDistributed._init_cpu_shm = _with_a_name_of_its_own(start)
+        setattr(_CPUSHMDistributed._init_cpu_shm, _APPLIED, True)
 
 
 def _with_linear_weights_in_place(prepare: Callable[..., None]) -> Callable[..., None]:

@@ -179,6 +179,18 @@ def test_a_snapshot_of_tensors_is_made_of_tensors() -> None:
     assert kept.base.memory["b"].dtype is torch.int32
 
 
+def test_a_snapshot_follows_weights_to_another_device() -> None:
+    """It would otherwise stay where the weights were, and no change could be found there."""
+    kept = Snapshot()
+    kept.take(1, {"w": torch.zeros(4, device="meta")})
+    kept.take(2, {"w": torch.arange(4.0)})
+    assert kept.base is not None
+    copy = kept.base.memory["w"]
+    assert isinstance(copy, torch.Tensor)
+    assert copy.device.type == "cpu"
+    assert copy.tolist() == [0, 1, 2, 3]
+
+
 def test_without_memory_for_a_snapshot_the_next_version_is_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
     class Large(torch.Tensor):
         def clone(self, **_: Any) -> torch.Tensor:

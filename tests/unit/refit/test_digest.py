@@ -28,7 +28,7 @@ def reference(values: np.ndarray, box: Box, shape: tuple[int, ...]) -> int:
         index = [p + low for p, low in zip(place, box.start, strict=True)]
         row = int(np.ravel_multi_index(index[:-1], shape[:-1])) if len(shape) > 1 else 0
         column = index[-1] if shape else 0
-        total += (bits + 1) * odd_hash(row) * odd_hash(column ^ 0x5851F42D4C957F2D)
+        total += ((bits ^ bits >> 32) + 1) * odd_hash(row) * odd_hash(column ^ 0x5851F42D4C957F2D)
     return total & MASK
 
 
@@ -93,6 +93,15 @@ def test_a_flipped_bit_shows(place: int, bit: int) -> None:
     values = random_bits(8)
     flipped = values.copy()
     flipped.ravel()[place] ^= np.uint64(1 << bit)
+    assert digest_array(flipped, WHOLE, SHAPE) != digest_array(values, WHOLE, SHAPE)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [2, 4, 37 * 29])
+def test_flipped_signs_do_not_cancel(width: int, count: int) -> None:
+    values = random_bits(width)
+    flipped = values.copy()
+    flipped.ravel()[:count] ^= values.dtype.type(1 << 8 * width - 1)
     assert digest_array(flipped, WHOLE, SHAPE) != digest_array(values, WHOLE, SHAPE)
 
 

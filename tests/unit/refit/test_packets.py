@@ -400,6 +400,9 @@ def test_what_a_port_cannot_use_is_named() -> None:
     ):
         with pytest.raises(TransferError, match=message):
             DevicePort(tensors, "a GPU").places(batch)
+    port = DevicePort({"w": short}, "a GPU")
+    with pytest.raises(TransferError, match="have moved from cpu to meta; bring them back, or prepare again"):
+        port.renew({"w": short.to("meta")})
 
 
 def test_nothing_holds_a_versions_memory_once_it_is_there(straight: Straight) -> None:

@@ -443,6 +443,30 @@ def test_a_source_that_cannot_look_its_memory_up_fails_the_step_at_once() -> Non
         parties.check(2, parties.move(2))
 
 
+def test_a_source_that_cannot_make_links_fails_the_step_at_once_though_looking_up_asks_the_engine() -> None:
+    """As the first rank does, whose engine takes part in a step only once it is asked."""
+    case, asked = coverable(7), threading.Event()
+    with scene(case, TransportName.SHM, timeout_s=60.0) as parties:
+        parties.prepare()
+        step, source = parties.assemblies[0].next_step, parties.sources[0]
+        source._options = replace(source._options, staging_bytes=0)
+
+        def look_up(rank: int) -> dict[str, Bits]:
+            if rank == 0:
+                asked.set()
+            return memory(case.sources[rank], values(case, 1))
+
+        def receive(rank: int) -> object:
+            if not asked.wait(20.0):
+                return None
+            return parties.destinations[rank].receive(1, step, False, lambda: memory(case.destinations[rank], None))
+
+        started = time.monotonic()
+        answers = parties.each(lambda rank: parties.sources[rank].push(1, lambda: look_up(rank)), receive)
+        assert time.monotonic() - started < 5
+        assert all(isinstance(a, PartyFailedError) and "staging_bytes is 0" in str(a) for a in answers)
+
+
 def test_leaving_in_another_thread_ends_what_a_party_waits_for_and_its_links() -> None:
     case = coverable(9)
     with scene(case, TransportName.SHM, timeout_s=60.0) as parties:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megatron_patches.refit import progress
 from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.boxes import TensorSpec, View
@@ -206,6 +209,19 @@ def test_mistakes_are_one_line(
     assert output.err.count("\n") == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(output.err)
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "simulate"])
+def test_what_takes_long_is_told_on_standard_error(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setattr(progress, "LateProgress", partial(progress.LateProgress, first_s=0.01, every_s=0.01))
+    written = ["--json", str(tmp_path / "found.json"), "--most-over", "9"] if command == "simulate" else ["--json"]
+    assert main([command, "--model", model, "--from", TRAINER, "--to", ENGINE, *written]) == 0
+    output = capsys.readouterr()
+    json.loads((tmp_path / "found.json").read_text() if command == "simulate" else output.out)
+    assert output.err.count("\n") > 1
+    assert [line for line in output.err.splitlines() if not re.fullmatch(r"[a-z ]+, for [0-9]+ s", line)] == []
 
 
 def test_packets_hold_an_element(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import uuid
 from collections.abc import Iterator
@@ -64,6 +65,22 @@ def test_linear_layers_compute_with_their_parameter(monkeypatch: pytest.MonkeyPa
     assert layer.weight is weight
     assert layer.weight.data_ptr() == pointer
     assert layer.bias.dtype is torch.bfloat16
+
+
+def test_linear_layers_compute_with_their_parameter_though_another_plugin_came_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = utils.dispatch_cpu_unquantized_gemm
+
+    @functools.wraps(own)
+    def wrapped(layer: Any, remove_weight: bool) -> None:
+        own(layer, remove_weight)
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", wrapped)
+    cpu.apply()
+    layer: Any = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layer.cpu_linear is torch.nn.functional.linear
 
 
 def test_weights_of_other_layers_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
