@@ -93,6 +93,8 @@ def build(case: Case, rank: int) -> Any:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {place}".encode()))
         if "norm" in name:
             own_part(tensor).uniform_(0.5, 1.5, generator=generator)
+        elif "dt_bias" in name:
+            own_part(tensor).uniform_(-12.0, 0.0, generator=generator)  # time steps below transformers' least one
         else:
             own_part(tensor).normal_(0.0, 0.2, generator=generator)
     return model
