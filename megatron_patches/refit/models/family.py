@@ -65,6 +65,10 @@ class ModelFamily(ABC):
             fused_norms: whether layers are Transformer Engine's, which keep a norm in the linear layer after it.
         """
 
+    def file_refusals(self) -> Iterator[str]:
+        """One clause per feature with which transformers computes something else, though engines do not."""
+        yield from ()
+
     def outer(self) -> Iterator[Weight]:
         """The weights outside of layers, by full names, the embedding first."""
         t = self.traits

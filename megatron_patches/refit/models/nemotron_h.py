@@ -136,6 +136,14 @@ class NemotronHFamily(ModelFamily):
         else:
             yield from feed_forward(t, "mixer.", norm, fused_norms, experts=kind == "experts", gated=False)
 
+    def file_refusals(self) -> Iterator[str]:
+        """See :class:`megatron_patches.refit.models.family.ModelFamily`."""
+        if "experts" in self.traits.layer_kinds and not self.traits.shared_ffn_hidden_size:
+            yield (
+                "it has no shared experts, and transformers would draw random ones; train with "
+                "--moe-shared-expert-intermediate-size"
+            )
+
     def cuts(self, fused_norms: bool) -> Iterator[Cut]:
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
         yield from super().cuts(fused_norms)
