@@ -11,7 +11,7 @@ import pytest
 from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.checkpoints.hf_flags import flags_of, model_flags
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from tests.integration import tiny_models
 from tests.support.public_models import PUBLIC
 
@@ -115,6 +115,15 @@ def test_the_rotary_base_is_read_where_transformers_reads_it(place: str) -> None
     assert model_flags({**config, **nested, "rope_theta": 5e5}) == flags
     with pytest.raises(UnsupportedModelError, match=r"rope_theta is 10000.0 in the configuration and 500000.0 in its"):
         model_flags({**config, **nested, "rope_theta": 10000.0})
+
+
+@pytest.mark.parametrize("name", ["LLAMA", "QWEN2", "QWEN3", "QWEN3_MOE", "DEEPSEEK_V3_ODD", "NEMOTRON_H_ODD"])
+def test_a_configuration_that_transformers_saves_gives_the_same_flags(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = family_from_config(getattr(tiny_models, name)).config()
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    assert model_flags(read_config(tmp_path)) == model_flags(config)
 
 
 def test_dropout_is_what_the_configuration_says() -> None:
