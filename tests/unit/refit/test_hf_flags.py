@@ -148,6 +148,13 @@ def test_what_megatron_cannot_build_is_refused(name: str) -> None:
         model_flags(PUBLIC[name])
 
 
+def test_one_expert_with_a_normalized_score_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="its router picks one expert, whose score Megatron does not norm"):
+        model_flags({**tiny_models.QWEN3_MOE, "num_experts_per_tok": 1, "norm_topk_prob": True})
+    flags = model_flags({**tiny_models.QWEN3_MOE, "num_experts_per_tok": 1, "norm_topk_prob": False})
+    assert "--moe-router-pre-softmax" in flags
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
