@@ -69,6 +69,11 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized .* copy in bfloat16"),
         ("llama", {"sliding_window": 4096}, r"its attention has a window \(sliding_window 4096\)"),
         ("llama", {"partial_rotary_factor": 0.5}, r"rotates a part of each head \(partial_rotary_factor 0.5\)"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rotates a part of each",
+        ),
         ("llama", {"architectures": ["Qwen3ForCausalLM"]}, "it is a Qwen3ForCausalLM, .* make a LlamaForCausalLM"),
         ("llama", {"architectures": ["GPT2LMHeadModel"]}, "the architecture is GPT2LMHeadModel; known are"),
         ("qwen3_moe", {"num_experts": 8}, r"num_experts is 8 .* 4 in this run \(--num-experts\)"),
