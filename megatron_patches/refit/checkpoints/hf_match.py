@@ -153,7 +153,10 @@ def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, 
     needed = family.shapes()
     missing = [name for name in needed if name not in files.tensors]
     if missing:
-        raise LoadError(f"{_listed(missing)} missing in {files.directory}")
+        hint = ""
+        if all(name.startswith(family.mtp_prefixes) for name in missing):
+            hint = "; transformers saves no MTP layers: set num_nextn_predict_layers to 0 in config.json"
+        raise LoadError(f"{_listed(missing)} missing in {files.directory}{hint}")
     for name, shape in needed.items():
         stored = files.tensors[name]
         if stored.spec.shape != tuple(shape):

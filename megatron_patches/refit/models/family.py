@@ -135,6 +135,12 @@ class ModelFamily(ABC):
         yield "rows of query, key and value", (t.num_heads + 2 * t.num_kv_heads) * t.head_dim
 
     @property
+    def mtp_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the names of the tensors of multi-token prediction layers."""
+        t = self.traits
+        return tuple(self.prefix(t.num_layers + index) for index in range(t.mtp_layers * self._mtp_width))
+
+    @property
     def _mtp_width(self) -> int:
         """Number of layers of which a multi-token prediction layer consists."""
         return len(self.traits.mtp_layer_kinds) or 1

@@ -204,6 +204,19 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
         check_tensors(open_checkpoint(tmp_path / "model"), family_from_config(tiny_models.LLAMA))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])
+def test_mtp_layers_that_transformers_did_not_save_are_told_apart(tmp_path: Path, name: str) -> None:
+    config, family = CONFIGS[name], family_from_config(CONFIGS[name])
+    tensors = {key: values for key, values in random_tensors(config).items() if not key.startswith(family.mtp_prefixes)}
+    write_checkpoint(tmp_path / "model", config, tensors)
+    with pytest.raises(LoadError, match=r"more are missing .*: set num_nextn_predict_layers to 0 in config.json$"):
+        check_tensors(open_checkpoint(tmp_path / "model"), family)
+    del tensors["lm_head.weight"]
+    write_checkpoint(tmp_path / "other", config, tensors)
+    with pytest.raises(LoadError, match=r"more are missing in [^;]*$"):
+        check_tensors(open_checkpoint(tmp_path / "other"), family)
+
+
 def test_what_repeats_the_embedding_or_can_be_computed_is_no_mistake(tmp_path: Path) -> None:
     tensors = random_tensors(tiny_models.LLAMA)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
