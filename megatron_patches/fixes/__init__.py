@@ -1,6 +1,7 @@
 """Fixes for bugs of megatron-core 0.19.2 with sharded weights, one file per bug.
 
-Every fix is inactive if no weight is sharded, so ``--etp-size 1`` is bitwise equal to stock Megatron.
+Every fix is inactive if no weight is sharded, so ``--etp-size 1`` is bitwise equal to stock Megatron, except that
+``--rope-scaling-factor`` has an effect.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_patches.fixes import (
     grouped_experts,
     muon,
     parameter_norm,
+    rotary_scaling,
     te_construction,
     zeros_in_gradients,
 )
@@ -41,6 +43,7 @@ def records() -> tuple[PatchRecord, ...]:
         grouped_experts.RECORD,
         *muon.RECORDS,
         parameter_norm.RECORD,
+        rotary_scaling.RECORD,
         te_construction.RECORD,
         *zeros_in_gradients.RECORDS,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.mesh import TrainerMesh
 from tests.support.exported import open_export
 from tests.support.launch import run_megatron
@@ -93,6 +94,8 @@ def build(case: Case, rank: int) -> Any:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {place}".encode()))
         if "norm" in name:
             own_part(tensor).uniform_(0.5, 1.5, generator=generator)
+        elif "dt_bias" in name:
+            own_part(tensor).uniform_(-12.0, 0.0, generator=generator)  # time steps below transformers' least one
         else:
             own_part(tensor).normal_(0.0, 0.2, generator=generator)
     return model
@@ -128,3 +131,27 @@ def test_logits_of_the_export_equal_megatrons(tmp_path: Path, architecture: str,
         with torch.no_grad():
             logits = model(TOKENS).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def export_without_shared_experts(rank: int, world_size: int, folder: str) -> str:
+    """The error of an export of a hybrid whose experts are all routed."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron_patches.refit.checkpoints.export import export_checkpoint
+
+    model = build(Case(TrainerMesh(), (rank,), NEMOTRON_H | {"n_shared_experts": 0}), rank)
+    try:
+        export_checkpoint([model], Path(folder) / "model", vocab_size=VOCABULARY)
+    except RefitError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.integration
+def test_a_hybrid_without_shared_experts_is_refused(tmp_path: Path) -> None:
+    """Otherwise transformers would add shared experts with random weights."""
+    (error,) = run_megatron(export_without_shared_experts, 1, timeout_s=240, args=(str(tmp_path),), fresh=True)
+    assert "it has no shared experts" in error
+    assert "train with --moe-shared-expert-intermediate-size" in error
+    assert list(tmp_path.iterdir()) == []

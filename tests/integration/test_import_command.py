@@ -29,8 +29,21 @@ pytestmark = [
     pytest.mark.cpu_only("the commands run on the CPU"),
 ]
 
+ALL = CONFIGS | {
+    "llama_3_2": CONFIGS["llama"]
+    | {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    }
+}
 IMPORTED = {
     "llama": (TrainerMesh(etp=2), TrainerMesh(pp=2)),
+    "llama_3_2": (TrainerMesh(etp=2), TrainerMesh(tp=2)),
     "qwen3_moe": (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(ep=2, dp=2)),
     "deepseek_v3": (TrainerMesh(tp=2, ep=2), TrainerMesh(etp=2, expert_etp=2)),
 }
@@ -42,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random checkpoints of the families, in bfloat16 but for biases of routers."""
     folder = tmp_path_factory.mktemp("published")
     for name in IMPORTED:
-        write_checkpoint(folder / name, CONFIGS[name], random_tensors(CONFIGS[name], torch.bfloat16), files=2)
+        write_checkpoint(folder / name, ALL[name], random_tensors(ALL[name], torch.bfloat16), files=2)
     quantized = CONFIGS["llama"] | {"quantization_config": {"quant_method": "fp8"}}
     write_checkpoint(folder / "quantized", quantized, {})
     return folder
@@ -78,7 +91,8 @@ def test_what_is_exported_from_an_import_is_what_was_imported(root: Path) -> Non
         assert [key for key in tensors if not tensors[key].equal(original[key])] == []
         assert {key: value.dtype for key, value in tensors.items()} == {k: v.dtype for k, v in original.items()}
         config = json.loads((root / f"{name}-back" / "config.json").read_text())
-        check_config(config, family_from_config(CONFIGS[name]))
+        assert config.get("rope_scaling") == ALL[name].get("rope_scaling")
+        check_config({**config, "rope_scaling": None}, family_from_config(ALL[name]))
     for message, ranks in zip(refused, failed, strict=True):
         status, said = ranks[0]
         assert status == 1
@@ -86,14 +100,19 @@ def test_what_is_exported_from_an_import_is_what_was_imported(root: Path) -> Non
     assert not (root / "never").exists()
 
 
-def test_a_run_starts_from_an_import_as_from_the_checkpoint_itself(megatron: MegatronPool, root: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"), [("llama", ""), ("llama_3_2", "--use-rope-scaling --rope-scaling-factor 32")]
+)
+def test_a_run_starts_from_an_import_as_from_the_checkpoint_itself(
+    megatron: MegatronPool, root: Path, name: str, more: str
+) -> None:
     model = LLAMA.replace("--num-layers 2", "--num-layers 4").replace("--ffn-hidden-size 128", "--ffn-hidden-size 96")
     model = model.replace("--untie-embeddings-and-output-weights ", "").replace("--vocab-size 250", "--vocab-size 37")
-    sizes = "--kv-channels 32 --group-query-attention --num-query-groups 2 --bf16 --etp-size 2"
+    sizes = f"--kv-channels 32 --group-query-attention --num-query-groups 2 --bf16 --etp-size 2 {more}"
     flags = f"{model} {SCHEDULE} {sizes} --ckpt-format torch_dist --train-iters 3"
     flags = flags.replace("divisible-by 2", "divisible-by 1")
-    imported = megatron.train(2, f"{flags} --load {root}/llama-saved".split())
-    started = megatron.train(2, f"{flags} --load-hf {root}/llama".split())
+    imported = megatron.train(2, f"{flags} --load {root}/{name}-saved".split())
+    started = megatron.train(2, f"{flags} --load-hf {root}/{name}".split())
     assert len(started[-1].losses) == 3
     assert imported[-1].losses == started[-1].losses
 

@@ -27,6 +27,7 @@ from megatron_patches.fixes import (
     fused_accumulation,
     graph_scopes,
     muon,
+    rotary_scaling,
     te_construction,
 )
 from megatron_patches.sharded_weight import MegatronShardedParam
@@ -60,6 +61,19 @@ class TestDatasetBuild:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object() if compiled else None)
         replacement()
         assert len(made) == calls
+
+
+class TestRotaryScaling:
+    @pytest.mark.parametrize(("args", "factor"), [({"load_hf": None}, 32.0), ({}, 8.0)])
+    def test_the_factor_is_that_of_the_flag_unless_stock_megatron_trained(
+        self, args: dict[str, object], factor: float
+    ) -> None:
+        def gpt_config_from_args(args: object, config: object = None) -> Any:
+            return types.SimpleNamespace(rope_scaling_factor=8.0)
+
+        replacement = rotary_scaling.RECORD.replace(gpt_config_from_args)
+        given = types.SimpleNamespace(rope_scaling_factor=32.0, **args)
+        assert replacement(given, config=None).rope_scaling_factor == factor
 
 
 class TestAlignedGradSync:

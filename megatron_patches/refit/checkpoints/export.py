@@ -19,7 +19,7 @@ from megatron_patches.refit.checkpoints.checkpoint_dir import CheckpointDirector
 from megatron_patches.refit.checkpoints.file import share_of, verify_tensors, write_boxes
 from megatron_patches.refit.checkpoints.safetensors_layout import CheckpointLayout, layout_checkpoint
 from megatron_patches.refit.control.exchange import Exchange, default_exchange, together
-from megatron_patches.refit.errors import ExportError, PlanMismatchError
+from megatron_patches.refit.errors import ExportError, PlanMismatchError, UnsupportedModelError
 from megatron_patches.refit.layout.digest import combine
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.layout.manifest import Manifest
@@ -224,6 +224,8 @@ class _Job:
     ) -> tuple[str, ModelTraits, Manifest]:
         """Describes what this rank holds. Keeps memory and family; returns what other ranks need."""
         held = describe_rank(chunks, vocab_size, self._exchange.rank, tp_group)
+        if clauses := list(held.family.file_refusals()):
+            raise UnsupportedModelError("cannot export this model: " + "; ".join(clauses))
         self._memory = held.memory
         keep(held.family)
         manifest = held.manifest

@@ -46,6 +46,8 @@ def model_flags(config: Mapping[str, object]) -> list[str]:
         reasons.append(f"its rotary base is {traits.rope_base} (rope_theta), and Megatron takes whole numbers")
     if traits.router is not None and traits.norm_topk_prob != (traits.experts_per_token > 1):
         reasons.append(f"its router has norm_topk_prob {traits.norm_topk_prob}")
+    if traits.num_experts and traits.router is None and traits.experts_per_token == 1 and traits.norm_topk_prob:
+        reasons.append("its router picks one expert, whose score Megatron does not normalize (norm_topk_prob true)")
     if reasons:
         raise UnsupportedModelError(f"Megatron cannot build this {family.architecture}: {'; '.join(reasons)}")
     flags = [*_shape(family, config), *_attention(traits), *_feed_forward(traits), *_experts(traits)]

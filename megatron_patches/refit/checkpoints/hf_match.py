@@ -153,7 +153,10 @@ def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, 
     needed = family.shapes()
     missing = [name for name in needed if name not in files.tensors]
     if missing:
-        raise LoadError(f"{_listed(missing)} missing in {files.directory}")
+        hint = ""
+        if all(name.startswith(family.mtp_prefixes) for name in missing):
+            hint = "; transformers saves no MTP layers: set num_nextn_predict_layers to 0 in config.json"
+        raise LoadError(f"{_listed(missing)} missing in {files.directory}{hint}")
     for name, shape in needed.items():
         stored = files.tensors[name]
         if stored.spec.shape != tuple(shape):
@@ -206,8 +209,14 @@ def unsupported(config: Mapping[str, object]) -> Iterator[str]:
         yield "its weights are quantized (quantization_config); load a copy in bfloat16"
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         yield f"its attention has a window (sliding_window {config['sliding_window']})"
-    if config.get("partial_rotary_factor") not in (None, 1, 1.0):
-        yield f"it rotates a part of each head (partial_rotary_factor {config['partial_rotary_factor']})"
+    places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
+    parts = [
+        place["partial_rotary_factor"]
+        for place in places
+        if isinstance(place, Mapping) and "partial_rotary_factor" in place
+    ]
+    if partial := [part for part in parts if part not in (None, 1)]:
+        yield f"it rotates a part of each head (partial_rotary_factor {partial[0]})"
     if config.get("mamba_hidden_act") not in (None, "silu", "swish"):
         yield f"its Mamba mixers have another activation than SiLU (mamba_hidden_act {config['mamba_hidden_act']!r})"
     if config.get("time_step_limit") is not None and not _is_unlimited(config["time_step_limit"]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.errors import UnsupportedModelError
@@ -31,6 +32,9 @@ from megatron_patches.refit.models.traits import LatentTraits, ModelTraits, Rout
 
 if TYPE_CHECKING:
     import torch
+
+# transformers' defaults for fields that are left out; those of other families are 1.
+_LEFT_OUT: Mapping[str, object] = MappingProxyType({"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5})
 
 
 class DeepseekV3Family(LlamaFamily):
@@ -225,7 +229,7 @@ def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
         first_dense_layers=count(config, "first_k_dense_replace"),
         shared_ffn_hidden_size=count(config, "n_shared_experts") * width,
         router_bias=config.get("topk_method", "noaux_tc") == "noaux_tc",  # the only method of transformers' class
-        router=sigmoid_router_from_config(config),
+        router=sigmoid_router_from_config({**_LEFT_OUT, **config}),
         latent=LatentTraits(
             q_rank=count(config, "q_lora_rank"),
             kv_rank=integer(config, "kv_lora_rank"),

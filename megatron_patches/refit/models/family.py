@@ -65,6 +65,10 @@ class ModelFamily(ABC):
             fused_norms: whether layers are Transformer Engine's, which keep a norm in the linear layer after it.
         """
 
+    def file_refusals(self) -> Iterator[str]:
+        """One clause per feature with which transformers computes something else, though engines do not."""
+        yield from ()
+
     def outer(self) -> Iterator[Weight]:
         """The weights outside of layers, by full names, the embedding first."""
         t = self.traits
@@ -129,6 +133,12 @@ class ModelFamily(ABC):
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
         t = self.traits
         yield "rows of query, key and value", (t.num_heads + 2 * t.num_kv_heads) * t.head_dim
+
+    @property
+    def mtp_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the names of the tensors of multi-token prediction layers."""
+        t = self.traits
+        return tuple(self.prefix(t.num_layers + index) for index in range(t.mtp_layers * self._mtp_width))
 
     @property
     def _mtp_width(self) -> int:

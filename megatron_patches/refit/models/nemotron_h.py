@@ -55,6 +55,9 @@ _KINDS_BY_NAME: Mapping[str, str] = MappingProxyType(
 )
 # Constants of megatron.core.ssm.mamba_mixer.MambaMixer; no flag sets them.
 _MIXER_KERNEL, _MIXER_NORM_EPS = 4, 1e-5
+# Least time step in transformers, whose default is 0.001. Megatron and vLLM have none, and 0 has no logarithm, which
+# transformers takes of it to draw initial weights.
+_LEAST_TIME_STEP = 1e-30
 
 
 class NemotronHFamily(ModelFamily):
@@ -94,6 +97,7 @@ class NemotronHFamily(ModelFamily):
             "ssm_state_size": mamba.state,
             "conv_kernel": mamba.kernel,
             "use_conv_bias": True,
+            "time_step_min": _LEAST_TIME_STEP,
             "mlp_hidden_act": "relu2",
             "n_routed_experts": t.num_experts or 1,
             "n_shared_experts": 1 if t.shared_ffn_hidden_size else 0,
@@ -131,6 +135,14 @@ class NemotronHFamily(ModelFamily):
             yield from attention(t, "mixer.", norm, fused_norms)
         else:
             yield from feed_forward(t, "mixer.", norm, fused_norms, experts=kind == "experts", gated=False)
+
+    def file_refusals(self) -> Iterator[str]:
+        """See :class:`megatron_patches.refit.models.family.ModelFamily`."""
+        if "experts" in self.traits.layer_kinds and not self.traits.shared_ffn_hidden_size:
+            yield (
+                "it has no shared experts, and transformers would draw random ones; train with "
+                "--moe-shared-expert-intermediate-size"
+            )
 
     def cuts(self, fused_norms: bool) -> Iterator[Cut]:
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""

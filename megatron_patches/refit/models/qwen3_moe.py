@@ -88,7 +88,8 @@ def _from_config(config: Mapping[str, object]) -> Qwen3MoeFamily:
     traits = replace(
         traits_from_config({**_LEFT_OUT, **config}),
         qk_norm=True,
-        num_experts=integer(config, "num_experts"),
+        # transformers 5 writes the longer name.
+        num_experts=integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         experts_per_token=integer(config, "num_experts_per_tok"),
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),
         norm_topk_prob=flag(config, "norm_topk_prob"),  # as transformers' default

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_patches.refit.errors import ModelMismatchError
 
-# Settings that may differ: lengths of texts, what the trainer does not know, and how weights are stored.
+# Settings that may differ: lengths of texts, what the trainer or the engine does not know, and how weights are stored.
 _MAY_DIFFER = frozenset(
     {
         "_name_or_path",
@@ -27,6 +27,7 @@ _MAY_DIFFER = frozenset(
         "pad_token_id",
         "pretraining_tp",
         "quantization_config",
+        "time_step_min",
         "torch_dtype",
         "transformers_version",
         "use_cache",

@@ -76,6 +76,15 @@ def test_names_and_shapes_are_those_that_transformers_writes(config: dict[str, o
     assert ours == theirs
 
 
+def test_what_is_left_out_of_the_router_is_what_transformers_takes() -> None:
+    from transformers import DeepseekV3Config
+
+    router = ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob")
+    written = family_from_config({name: value for name, value in CONFIG.items() if name not in router}).config()
+    theirs = DeepseekV3Config()
+    assert {name: written[name] for name in router} == {name: getattr(theirs, name) for name in router}
+
+
 def test_what_is_read_is_what_is_written() -> None:
     family = family_from_config(CONFIG)
     assert family_from_config(family.config()).traits == family.traits

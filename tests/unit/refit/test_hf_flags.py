@@ -11,7 +11,7 @@ import pytest
 from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.checkpoints.hf_flags import flags_of, model_flags
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from tests.integration import tiny_models
 from tests.support.public_models import PUBLIC
 
@@ -117,6 +117,15 @@ def test_the_rotary_base_is_read_where_transformers_reads_it(place: str) -> None
         model_flags({**config, **nested, "rope_theta": 10000.0})
 
 
+@pytest.mark.parametrize("name", ["LLAMA", "QWEN2", "QWEN3", "QWEN3_MOE", "DEEPSEEK_V3_ODD", "NEMOTRON_H_ODD"])
+def test_a_configuration_that_transformers_saves_gives_the_same_flags(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = family_from_config(getattr(tiny_models, name)).config()
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    assert model_flags(read_config(tmp_path)) == model_flags(config)
+
+
 def test_dropout_is_what_the_configuration_says() -> None:
     """Megatron's default is 0.1."""
     flags = model_flags({**tiny_models.NEMOTRON_H, "attention_dropout": 0.25, "hidden_dropout": 0.5})
@@ -137,6 +146,13 @@ def test_the_vocabulary_is_that_of_a_tokenizer_if_there_is_one(tmp_path: Path) -
 def test_what_megatron_cannot_build_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
         model_flags(PUBLIC[name])
+
+
+def test_one_expert_with_a_normalized_score_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="its router picks one expert, whose score Megatron does not norm"):
+        model_flags({**tiny_models.QWEN3_MOE, "num_experts_per_tok": 1, "norm_topk_prob": True})
+    flags = model_flags({**tiny_models.QWEN3_MOE, "num_experts_per_tok": 1, "norm_topk_prob": False})
+    assert "--moe-router-pre-softmax" in flags
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,11 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized .* copy in bfloat16"),
         ("llama", {"sliding_window": 4096}, r"its attention has a window \(sliding_window 4096\)"),
         ("llama", {"partial_rotary_factor": 0.5}, r"rotates a part of each head \(partial_rotary_factor 0.5\)"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rotates a part of each",
+        ),
         ("llama", {"architectures": ["Qwen3ForCausalLM"]}, "it is a Qwen3ForCausalLM, .* make a LlamaForCausalLM"),
         ("llama", {"architectures": ["GPT2LMHeadModel"]}, "the architecture is GPT2LMHeadModel; known are"),
         ("qwen3_moe", {"num_experts": 8}, r"num_experts is 8 .* 4 in this run \(--num-experts\)"),
@@ -197,6 +202,19 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", tiny_models.LLAMA, given)
     with pytest.raises(LoadError, match=r"self_attn.k_proj.weight and 6 more are missing in"):
         check_tensors(open_checkpoint(tmp_path / "model"), family_from_config(tiny_models.LLAMA))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])
+def test_mtp_layers_that_transformers_did_not_save_are_told_apart(tmp_path: Path, name: str) -> None:
+    config, family = CONFIGS[name], family_from_config(CONFIGS[name])
+    tensors = {key: values for key, values in random_tensors(config).items() if not key.startswith(family.mtp_prefixes)}
+    write_checkpoint(tmp_path / "model", config, tensors)
+    with pytest.raises(LoadError, match=r"more are missing .*: set num_nextn_predict_layers to 0 in config.json$"):
+        check_tensors(open_checkpoint(tmp_path / "model"), family)
+    del tensors["lm_head.weight"]
+    write_checkpoint(tmp_path / "other", config, tensors)
+    with pytest.raises(LoadError, match=r"more are missing in [^;]*$"):
+        check_tensors(open_checkpoint(tmp_path / "other"), family)
 
 
 def test_what_repeats_the_embedding_or_can_be_computed_is_no_mistake(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from transformers import (
 )
 
 from megatron_patches.refit.errors import ModelMismatchError
+from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.vllm.same_model import check_same_model
+from tests.integration.tiny_models import NEMOTRON_H
 
 TRAINER = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,6 +35,11 @@ TRAINER = {
 def test_the_same_model_passes_whatever_length_dtype_and_tokens_the_engine_has() -> None:
     same = TRAINER | {"max_position_embeddings": 4096, "torch_dtype": "float16", "eos_token_id": 7, "logit_scale": 1}
     check_same_model(TRAINER, Qwen3Config.from_dict(same))
+
+
+def test_the_least_time_step_is_no_engines_setting() -> None:
+    family = family_from_config(NEMOTRON_H)
+    check_same_model(family.config(), NemotronHConfig.from_dict({**family.config(), "time_step_min": 0.001}))
 
 
 def test_what_a_configuration_says_of_no_window_is_the_same_model() -> None:
