@@ -9,8 +9,9 @@ tensor subclass can intercept:
   padding;
 - ``torch.amp.GradScaler`` checks for overflows with ``torch._amp_foreach_non_finite_check_and_unscale_``: this checks
   all ranks that share a shard group, so that either all of them skip the step or none does;
-- ``zero_grad(set_to_none=False)`` writes zeros: this also discards the local sums of earlier microbatches. Other
-  changes would not reach these sums and are refused until they are reduced.
+- ``zero_grad(set_to_none=False)`` writes zeros: this also discards the local sums of earlier microbatches, and what a
+  backward pass that has failed was still adding. Other changes would not reach these sums and are refused until they
+  are reduced.
 
 Functions that choose rows by number are refused, because a shard's row 0 is another row of the weight on each rank.
 
@@ -194,11 +195,14 @@ def _zero(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
+    owners = [grad.owner for grad in grads if isinstance(grad, ShardGrad) and grad.owner.has_driver]
+    for driver in {id(owner.driver): owner.driver for owner in owners}.values():
+        # A backward pass that has failed may have left reductions in flight, which add to the same memory.
+        driver.passes.drop_abandoned()
     with torch._C.DisableTorchFunctionSubclass():
         torch._foreach_zero_(list(grads))
-    for grad in grads:
-        if isinstance(grad, ShardGrad) and grad.owner.has_driver:
-            grad.owner.driver.reductions.forget_sums(grad.owner.weight_group)
+    for owner in owners:
+        owner.driver.reductions.forget_sums(owner.weight_group)
 
 
 def _by_row(func: Callable[..., Any]) -> Callable[..., Any]:

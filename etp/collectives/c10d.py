@@ -113,7 +113,9 @@ class C10dTransport(Transport):
         notes = outputs.notes_of(self)
         if "staged" not in notes:
             shape = (outputs.shape[0] // self._size, *outputs.shape[1:])
-            notes["staged"] = Stack.allocate(len(outputs), shape, outputs.dtype, outputs.device)
+            # Outside inference mode even when called inside, like the slot that it belongs to.
+            with torch.inference_mode(False):
+                notes["staged"] = Stack.allocate(len(outputs), shape, outputs.dtype, outputs.device)
         staged: Stack = notes["staged"]
         return staged
 

@@ -45,8 +45,10 @@ class SymmetricBuffer:
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         # Straight from the allocator: a tensor carved out of a pool would not start where its mapping does.
-        self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-        self.local.zero_()
+        # Outside inference mode even when called inside, because gathers of later passes write it.
+        with torch.inference_mode(False):
+            self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+            self.local.zero_()
         torch.cuda.synchronize(device)
         self._handle = _rendezvous(self.local, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]

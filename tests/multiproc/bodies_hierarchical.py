@@ -121,6 +121,18 @@ def _scenario(model: nn.Module, step: int, data_rank: int) -> Iterator[Any]:
     yield model(tokens.to(device())).square().mean()
 
 
+def trains_after_an_evaluation(rank: int, world_size: int) -> None:
+    """The first passes are in inference mode, as before a training that goes on from a checkpoint."""
+    torch.manual_seed(5)
+    with on_host(rank // 2):
+        twins = Twins(Tiny(2).to(device()), rank, world_size, per_host=2, transport="hierarchical", timeout_s=30.0)
+        tokens = torch.randint(0, VOCAB, (2, 5)).to(device())
+        for step in range(2):
+            with torch.inference_mode():
+                assert torch.equal(twins.model(tokens), twins.reference.model(tokens))
+            twins.step(_scenario, step)
+
+
 def trains(rank: int, world_size: int, per_host: int, of: str) -> list[str]:
     """Three steps beside the unsharded model: losses, gradients and weights bit by bit.
 

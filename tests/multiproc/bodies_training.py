@@ -156,6 +156,16 @@ def fails_between_backwards(model: nn.Module, step: int, rank: int) -> Iterator[
         yield loss_of(model(tokens), targets)
 
 
+def fails_between_backwards_and_writes_zeros(model: nn.Module, step: int, rank: int) -> Iterator[Any]:
+    """As before, with gradients that stay in place: the failed pass must not add to them behind ``zero_grad()``."""
+    tokens, targets = batch(step + 50, rank, device())
+    loss_of(model(tokens), targets).backward()
+    with contextlib.suppress(PlannedFailureError):
+        loss_of(model(tokens, fail_behind=step % 3), targets).backward()
+    model.zero_grad(set_to_none=False)
+    yield loss_of(model(tokens), targets)
+
+
 def penalises_weights(model: nn.Module, step: int, rank: int) -> Iterator[Any]:
     """The penalty's gradient reaches a shard through autograd itself, beside the reduction."""
     tokens, targets = batch(step, rank, device())
@@ -214,6 +224,7 @@ SCENARIOS: dict[str, Scenario] = {
         fails_in_forward_first,
         fails_in_backward_first,
         fails_between_backwards,
+        fails_between_backwards_and_writes_zeros,
         penalises_weights,
         asks_for_input_gradients,
         differentiates_some_inputs,

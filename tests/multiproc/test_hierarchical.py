@@ -36,6 +36,10 @@ def test_training_equals_that_of_the_unsharded_model(of: str) -> None:
     assert transports == [["HierarchicalTransport"]] * 4
 
 
+def test_models_can_be_trained_after_an_evaluation_in_inference_mode() -> None:
+    run_distributed(bodies.trains_after_an_evaluation, 4, fresh=on_gpus())
+
+
 @pytest.mark.cpu_only("the format is one of CPU tensors")
 def test_weights_in_a_format_are_gathered_in_two_steps() -> None:
     assert run_distributed(bodies.gathered_in_a_format, 4) == [[True] * 6] * 4
