@@ -66,14 +66,16 @@ class TestDatasetBuild:
 class TestRotaryScaling:
     @pytest.mark.parametrize(("args", "factor"), [({"load_hf": None}, 32.0), ({}, 8.0)])
     def test_the_factor_is_that_of_the_flag_unless_stock_megatron_trained(
-        self, args: dict[str, object], factor: float
+        self, args: dict[str, object], factor: float, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def gpt_config_from_args(args: object, config: object = None) -> Any:
             return types.SimpleNamespace(rope_scaling_factor=8.0)
 
         replacement = rotary_scaling.RECORD.replace(gpt_config_from_args)
-        given = types.SimpleNamespace(rope_scaling_factor=32.0, **args)
+        given = types.SimpleNamespace(rope_scaling_factor=32.0, use_rope_scaling=True, **args)
         assert replacement(given, config=None).rope_scaling_factor == factor
+        said = "rotary positions are scaled by 32, as --rope-scaling-factor says; stock Megatron scales them by 8"
+        assert (said in capsys.readouterr().out) == (factor == 32.0)
 
 
 class TestAlignedGradSync:
