@@ -125,3 +125,9 @@ def is_refused(func: Callable[..., Any]) -> bool:
     """
     known = func in ALLOWED or getattr(func, "__wrapped__", func) in ALLOWED
     return not known and "c10d_functional" not in (getattr(func, "__module__", None) or "")
+
+
+def changes_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a function that computes changes its first argument, by its name."""
+    name: str = func.__name__
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"

@@ -48,7 +48,7 @@ class EtpConfig:
         reduce_once_per_iteration: add the microbatches' weight gradients locally (at full size) and reduce-scatter
             once, when :func:`etp.wait_async_comms` is called. Calling ``zero_grad()`` before that, with either value
             of ``set_to_none``, discards the sums. So does a backward pass that raises. An optimizer step before that is
-            refused.
+            refused, and so is a change of ``grad``, which would not reach the sums.
         reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Prefetching
             then also continues across the end of a pass, forward or backward, with the weights that began the
             corresponding next pass of the previous iteration; an iteration ends with an optimizer step or an announced

@@ -40,8 +40,9 @@ _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 _NUMEL = frozenset({torch.numel, torch.Tensor.numel, torch.Tensor.nelement})
 
-# Called when ``param.grad`` is read, and when ``param.data`` is read or assigned.
+# Called when ``param.grad`` or ``param.data`` is read or assigned.
 _READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_WRITE_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -196,6 +197,8 @@ class ETPShardedParam(Shard):
                 return sharded(*args, **kwargs)
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
+        if func == _WRITE_GRAD and args[1] is not None and isinstance(args[0], cls) and args[0].has_driver:
+            args[0].driver.reductions.require_complete(args[0].weight_group)
         if func == _READ_DATA:
             return args[0]._shared_data()
         if func == _WRITE_DATA and isinstance(args[0], cls):

@@ -83,7 +83,7 @@ class Reductions:
         if group in self._local_sums or any(pending.group is group for pending in self._pending):
             raise EtpStateError(
                 f"the gradient of {group.name} is not complete yet: call etp.wait_async_comms(module) after the last "
-                "backward pass of the iteration, before the gradients are clipped, unscaled or stepped"
+                "backward pass of the iteration, before the gradients are clipped, scaled or stepped"
             )
 
     @property
@@ -322,9 +322,10 @@ class Reductions:
     def _expect_gradients(self, group: WeightGroup, expected: Sequence[bool]) -> None:
         """With ``reduce_once_per_iteration``, give the shards zeros as ``grad``, so that ``zero_grad()`` is noticed."""
         if self._config.reduce_once_per_iteration:
-            for param in itertools.compress(group.shards, expected):
-                if gradient_is_absent(param):
-                    param.grad = torch.zeros_like(param.local_shard(), dtype=gradient_dtype(param))
+            with torch._C.DisableTorchFunctionSubclass():
+                for param in itertools.compress(group.shards, expected):
+                    if gradient_is_absent(param):
+                        param.grad = torch.zeros_like(param.local_shard(), dtype=gradient_dtype(param))
 
     def _was_dropped(self, group: WeightGroup, expected: Sequence[bool]) -> bool:
         """Whether ``zero_grad()`` was called after the first microbatch, so that the iteration was abandoned."""

@@ -9,7 +9,8 @@ tensor subclass can intercept:
   padding;
 - ``torch.amp.GradScaler`` checks for overflows with ``torch._amp_foreach_non_finite_check_and_unscale_``: this checks
   all ranks that share a shard group, so that either all of them skip the step or none does;
-- ``zero_grad(set_to_none=False)`` writes zeros: this also discards the local sums of earlier microbatches.
+- ``zero_grad(set_to_none=False)`` writes zeros: this also discards the local sums of earlier microbatches. Other
+  changes would not reach these sums and are refused until they are reduced.
 
 Functions that choose rows by number are refused, because a shard's row 0 is another row of the weight on each rank.
 
@@ -25,7 +26,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from etp.allowed import is_refused
+from etp.allowed import COMPUTES, changes_in_place, is_refused
 from etp.errors import EtpStateError
 from etp.refusals import BY_ROW, refuse_rows
 from etp.shard import Shard
@@ -77,6 +78,8 @@ class ShardGrad(torch.Tensor):
         if any(issubclass(kind, Shard) for kind in types) and is_refused(func):
             # The shard among the arguments refuses it.
             return NotImplemented
+        if func in COMPUTES and changes_in_place(func):
+            _require_complete(args[0] if isinstance(args[0], (list, tuple)) else args[:1])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if func in _ALIASES:
@@ -116,6 +119,14 @@ def owned_grad(owner: Shard, reference: Callable[[], Shard | None]) -> ShardGrad
         owner.grad = ShardGrad.of(grad, reference)
         made: ShardGrad = owner.grad
         return made
+
+
+def _require_complete(grads: Iterable[Any]) -> None:
+    """Raise EtpStateError for a gradient to which sums or reductions are still to be added, unchanged."""
+    for grad in grads:
+        owner = grad._owner() if isinstance(grad, ShardGrad) else None
+        if owner is not None and owner.has_driver:
+            owner.driver.reductions.require_complete(owner.weight_group)
 
 
 def _foreach_norm(
@@ -196,6 +207,8 @@ def _by_row(func: Callable[..., Any]) -> Callable[..., Any]:
         owner = chosen_from._owner() if isinstance(chosen_from, ShardGrad) else None
         if owner is not None:
             refuse_rows(func, args, kwargs, owner)
+            if changes_in_place(func):
+                _require_complete([chosen_from])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from etp.allowed import COMPUTES
+from etp.allowed import COMPUTES, changes_in_place
 from etp.derived import reaches_node
 from etp.shard import Shard
 
@@ -75,7 +75,7 @@ def call_with_counted(
         return alias
 
     # The tensor that is changed in place is not replaced.
-    changed = 1 if _is_in_place(func) else 0
+    changed = 1 if changes_in_place(func) else 0
     rest = {name: replaced(value) for name, value in kwargs.items()}
     result = func(*args[:changed], *map(replaced, args[changed:]), **rest)
     # If ``func`` returned its argument, as ``p.float()`` may, return the shard.
@@ -89,8 +89,3 @@ def inside_applied_function() -> bool:
     ``torch.no_grad()`` leaves forward-mode autograd on.
     """
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    name: str = func.__name__
-    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

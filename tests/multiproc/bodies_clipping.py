@@ -273,11 +273,19 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         dist.broadcast(param.detach(), 0)
     etp.shard_module(megatrons, dist.group.WORLD)
     megatrons.head.weight.main_grad = torch.zeros_like(megatrons.head.weight)
+
+    def set_where(grad: torch.Tensor) -> None:
+        grad[grad < 1] = 0
+
     attempts: dict[str, Callable[[], Any]] = {
         "etp": lambda: etp.clip_grad_norm_(model, 1.0),
         "torch": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "scaler": lambda: scaler.step(optimizer),
         "step": optimizer.step,
+        "scaled": lambda: model.head.weight.grad.mul_(0.5),
+        "scaled together": lambda: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5),
+        "masked": lambda: set_where(model.head.weight.grad),
+        "replaced": lambda: setattr(model.head.weight, "grad", model.head.weight.grad * 0.5),
         "main_grad": lambda: etp.clip_grad_norm_(megatrons, 1.0),
     }
     messages = {}

@@ -63,7 +63,7 @@ def test_an_overflow_on_one_rank_is_one_on_all(culprit: int) -> None:
 
 def test_norms_and_steps_that_would_be_wrong_are_refused() -> None:
     for messages in run_distributed(bodies.refusals, 2):
-        for name in ("etp", "torch", "scaler", "step"):
+        for name in ("etp", "torch", "scaler", "step", "scaled", "scaled together", "masked", "replaced"):
             assert messages[name].startswith("EtpStateError: the gradient of "), name
             assert "wait_async_comms" in messages[name]
         assert messages["main_grad"].startswith("ValueError: head.weight has its gradient in main_grad")
