@@ -47,6 +47,10 @@ class Routes:
             group.route = self._routed(group, device)
         return group.route
 
+    def connect(self, group: WeightGroup) -> None:
+        """Make sure that ``group.route`` is set; collective as :meth:`of`."""
+        self.of(group)
+
     def _routed(self, group: WeightGroup, device: torch.device) -> Route:
         route = self._routes.get((group.process_group, device))
         return route or self._new_route(group.process_group, self._transport(group, device), device)

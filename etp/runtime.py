@@ -253,7 +253,7 @@ class EtpRuntime:
 
     def _is_unpublished(self, group: WeightGroup) -> bool:
         """Whether peers are to read a publication of ``group`` that there is not yet."""
-        self.routes.of(group)
+        self.routes.connect(group)
         group.read_shards(self.passes.number)
         return group.is_published and not group.is_observed(self._weights.stamp)
 
