@@ -69,7 +69,7 @@ NEMOTRON_H: dict[str, object] = {
     "tie_word_embeddings": False,
 }
 CONFIGS = {"DeepseekV3ForCausalLM": DEEPSEEK_V3, "NemotronHForCausalLM": NEMOTRON_H}
-CHANGES = {"DeepseekV3ForCausalLM": {}, "NemotronHForCausalLM": {"moe_latent_size": 20}}
+CHANGES = {"DeepseekV3ForCausalLM": {}, "NemotronHForCausalLM": {"moe_latent_size": 20, "tie_word_embeddings": True}}
 """What every other mesh's model has besides."""
 MESHES = {
     1: (TrainerMesh(),),

@@ -180,7 +180,7 @@ def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, 
 def _repeated(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, str]:
     """The output layer of a model whose embedding is its output layer, if the checkpoint has it nevertheless."""
     head, table = "lm_head.weight", next(iter(family.shapes()))
-    if not family.traits.tied_embeddings or head not in files.tensors:
+    if not family.traits.tied_embeddings or head in family.shapes() or head not in files.tensors:
         return {}
     same = files.tensors[head].spec.shape == files.tensors[table].spec.shape
     return {head: table} if same else {}

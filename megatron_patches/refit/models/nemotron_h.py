@@ -88,7 +88,7 @@ class NemotronHFamily(ModelFamily):
             "head_dim": t.head_dim,
             "vocab_size": t.vocab_size,
             "max_position_embeddings": t.max_positions,
-            "tie_word_embeddings": t.tied_embeddings,
+            "tie_word_embeddings": False,  # neither transformers nor vLLM ties them: a tied model's are written twice
             "layer_norm_epsilon": t.norm_eps,
             "initializer_range": t.init_std,
             "mamba_num_heads": mamba.heads,
@@ -113,8 +113,10 @@ class NemotronHFamily(ModelFamily):
 
     def outer(self) -> Iterator[Weight]:
         """See :class:`megatron_patches.refit.models.family.ModelFamily`."""
-        yield from super().outer()
         t, width = self.traits, len(self.traits.mtp_layer_kinds)
+        for weight in super().outer():
+            more = {"lm_head.weight": weight.shape} if t.tied_embeddings and self.embedding in weight.tensors else {}
+            yield replace(weight, tensors={**weight.tensors, **more})
         for index in range(t.mtp_layers):
             first = t.num_layers + index * width
             norm = self.prefix(first + width - 1) + "final_layernorm.weight"

@@ -319,7 +319,7 @@ class _HybridLayout(_RankLayout):
         t = self._t
         first, last = self._pp == 0, self._pp == self._mesh.pp - 1
         kinds = {"mamba": self._mamba, "attention": self._attention, "experts": self._experts}
-        if first or (last and t.tied_embeddings):
+        if first:
             yield self._table("backbone.embeddings.weight")
         for layer in stage_layers(t.num_layers, self._mesh.pp, self._pp):
             prefix, kind = f"backbone.layers.{layer}.", t.layer_kinds[layer]
@@ -330,8 +330,7 @@ class _HybridLayout(_RankLayout):
                 yield from kinds[kind](prefix + "mixer.")
         if last:
             yield self._whole("backbone.norm_f.weight", (t.hidden_size,))
-            if not t.tied_embeddings:
-                yield self._table("lm_head.weight")
+            yield self._table("lm_head.weight")  # never tied
 
     def _mlp(self, prefix: str, width: int, whole: bool = False) -> Iterator[_Parameter]:
         parts, part = (1, 0) if whole else (self._mesh.tp, self._tp)

@@ -208,12 +208,11 @@ class HybridLoader(Loader):
     def parameters(self) -> dict[str, np.ndarray]:
         first, last = self.pp == 0, self.pp == self.mesh.pp - 1
         found: dict[str, np.ndarray] = {}
-        if first or (last and self.traits.tied_embeddings):
+        if first:
             found["model.embed_tokens.weight"] = self.table("backbone.embeddings.weight")
         if last:
             found["model.norm_f.weight"] = self.dense["backbone.norm_f.weight"]
-            if not self.traits.tied_embeddings:
-                found["lm_head.weight"] = self.table("lm_head.weight")
+            found["lm_head.weight"] = self.table("lm_head.weight")
         for layer in np.array_split(np.arange(4), self.mesh.pp)[self.pp].tolist():
             prefix = f"backbone.layers.{layer}."
             inner = (self.mamba, self.experts_of, self.heads, self.plain)[layer](prefix + "mixer.")
