@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from etp.config import EtpConfig, GradReduction
@@ -174,6 +175,9 @@ class EtpRuntime:
         return kept
 
     def _on_root_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _uncompiled(self._on_root_forward, module, args)
+            return
         del module, args
         self._require_usable()
         self.in_forward = True
@@ -213,6 +217,9 @@ class EtpRuntime:
             )
 
     def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _uncompiled(self._after_root_forward, module, args, output)
+            return
         del module, args, output
         if inside_backward():
             return
@@ -332,6 +339,12 @@ class EtpRuntime:
         self.wait()
         self.gathers.release()
         self.modes.now.pool.clear()
+
+
+@_disable_dynamo
+def _uncompiled(hook: Callable[..., None], *args: Any) -> None:
+    """Call a hook hidden from dynamo, which would trace what the engine does with addresses and sizes of shards."""
+    hook(*args)
 
 
 def runtimes_driving(shards: Iterable[ETPShardedParam]) -> list[EtpRuntime]:

@@ -445,6 +445,14 @@ def one_reduction_per_iteration(rank: int, world_size: int, scenario: str) -> No
             assert set(twins.runtime.counters.reductions.values()) == {1}
 
 
+def compiled_into_graphs(rank: int, world_size: int) -> None:
+    """Weights of several shapes, in a model that is compiled in place by AOTAutograd, as by most backends."""
+    twins = Twins(build("tiny"), rank, world_size)
+    twins.model.compile(backend="aot_eager")
+    for step in range(3):
+        twins.step(plain, step)
+
+
 def compiled(rank: int, world_size: int) -> None:
     """A compiled forward pass, and a compiled step of the optimizer, which dynamo traces after the former."""
     torch.manual_seed(7)

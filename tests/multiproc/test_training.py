@@ -124,3 +124,8 @@ def test_mixed_dtypes_are_refused_as_torch_refuses_them() -> None:
 def test_compiled_models_and_optimizer_steps_match() -> None:
     # Fresh, because dynamo remembers what it has traced.
     run_distributed(bodies.compiled, 2, fresh=True)
+
+
+@pytest.mark.slow
+def test_models_compiled_into_graphs_match() -> None:
+    run_distributed(bodies.compiled_into_graphs, 2, fresh=True)
