@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ class Driver:
     """A runtime, as far as arithmetic on shards asks it."""
 
     in_forward = sums_gradients = False
+    reductions = SimpleNamespace(require_complete=lambda _: None)
 
 
 @pytest.fixture
@@ -32,6 +34,7 @@ def shard() -> Iterator[Any]:
     with fake_group(rank=1, world_size=4) as group:
         param: Any = ETPShardedParam.from_full(torch.randn(4 * ROWS, COLUMNS, requires_grad=True), group, 1)
         param.attach(Driver(), "w")
+        WeightGroup([param], group)
         yield param
 
 
@@ -189,7 +192,7 @@ def test_rows_of_a_copy_are_not_chosen_by_number(shard: Any) -> None:
 
 
 def test_data_is_an_ordinary_tensor_but_not_drawn_anew(shard: Any) -> None:
-    group = WeightGroup([shard], shard.group)
+    group = shard.weight_group
 
     def version() -> tuple[object, ...]:
         group.read_shards(0)
