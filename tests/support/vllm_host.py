@@ -29,6 +29,7 @@ from tests.support.template import Process
 from tests.support.vllm_digests import digests_of
 
 _KEY = b"tests"
+_LOG = "host.log"
 _START_S = 240.0
 _END_S = 20.0
 
@@ -56,7 +57,7 @@ class VllmHost:
 
     def __init__(self, model: Path, folder: Path, *, spawned: bool = False, **options: Any) -> None:
         self.address = str(folder / "host.sock")
-        self._log = folder / "host.log"
+        self._log = folder / _LOG
         merged = {**LLM_OPTIONS, "model": str(model), **options}
         workers = int(merged.get("tensor_parallel_size", 1)) * int(merged.get("pipeline_parallel_size", 1))
         merged.setdefault("distributed_executor_backend", "uni" if workers == 1 else "mp")
@@ -123,7 +124,11 @@ class VllmConnection:
     name = "the engine under test"
 
     def __init__(self, address: str) -> None:
-        self._connection = Client(address, "AF_UNIX", _KEY)
+        try:
+            self._connection = Client(address, "AF_UNIX", _KEY)
+        except ConnectionRefusedError as error:
+            said = Path(address).with_name(_LOG).read_text(errors="replace")
+            raise ConnectionRefusedError(f"the engine of {address} has ended, or not begun:\n{said[-4000:]}") from error
         # A session may still be ending in another thread when its caller asks for something else.
         self._lock = threading.Lock()
 
