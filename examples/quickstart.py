@@ -57,7 +57,7 @@ MODEL = (
 SCHEDULE = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
     f"--lr-warmup-iters {WARMUP_ITERATIONS} --weight-decay 0.01 --clip-grad 1.0 --adam-beta2 0.98 "
-    "--split 98,2,0 --eval-iters 2 --eval-interval 100000 --log-interval 1"
+    "--split 98,2,0 --eval-iters 2 --eval-interval 100000 --log-interval 1 --no-one-logger"
 )
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*lm loss: (\S+)")

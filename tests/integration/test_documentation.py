@@ -84,6 +84,7 @@ def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
     warned = [line for line in errors[0].splitlines() if "No CUDA runtime is found, using CUDA_HOME=" not in line]
     assert [line for line in warned if not line.startswith("WARNING:megatron_patches.cpu:no CUDA device:")] == []
     assert len(warned) <= 1
+    assert "WARNING" not in output
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
     assert len(losses) == 5
     assert losses[-1] < 0.9 * losses[0]

@@ -150,11 +150,23 @@ def test_readme_recommends_by_what_was_measured() -> None:
     assert f"adds {min(ours):.0f} to {max(ours):.0f} %" in page
     assert f"{min(over_nccl):.0f} to {max(over_nccl):.0f} % with NCCL" in page
     assert f"{min(others):.0f} to {max(others):.0f} %" in page
+    slower = train_chart.added(_reports(("h100x2-all/ours", "h100x2-all/theirs")))
+    spans = [
+        f"{min(found):.0f} to {max(found):.0f} %"
+        for names in (("etp_copy_engine",), ("etp_c10d",), ("upstream_gtp", "megatron_fsdp", "fsdp2"))
+        if (found := [percent for name in names for percent in slower[name].values()])
+    ]
+    assert f"{spans[0]}, {spans[1]} and {spans[2]}" in page
     fp8, bf16 = (
         next(row.ms for row in train_report.rows(_reports((name,))) if row.system == "etp_copy_engine_graph")
         for name in ("h100x2-fp8-block", "h100x2-etp")
     )
-    assert rows["ETP"][4] == f"gathers FP8; with CUDA graphs, {fp8 / bf16:.2f} of the bf16 step"
+    in_fp8 = train_report.rows(_reports(TRAINING["h100x2-fp8"]))
+    eager = [row.ratio for row in in_fp8 if row.system == "etp_copy_engine"]
+    assert rows["ETP"][4] == (
+        f"gathers FP8; with CUDA graphs, {fp8 / bf16:.2f} of the bf16 step; without graphs host-bound, "
+        f"{min(eager):.2f} to {max(eager):.2f} of its step without communication"
+    )
 
 
 def test_commands_of_refits_would_write_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
