@@ -88,7 +88,7 @@ class Layout:
     def __str__(self) -> str:
         sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "cp", "ep", "etp") if getattr(self, name) > 1]
         if self.expert_etp > 1:
-            sizes.append(f"eetp{self.expert_etp}")
+            sizes.append(f"expert_etp{self.expert_etp}")
         return " ".join([*sizes, f"mb{self.micro_batch}", *(["recompute"] if self.recompute else [])])
 
 

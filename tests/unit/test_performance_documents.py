@@ -63,9 +63,13 @@ def test_training_table_is_that_of_the_reports(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "title"),
     [
-        ("h200x4", "8 Llama-8B layers in bf16 on 4 H200"),
-        ("h200x2", "8 Llama-8B layers in bf16 on 2 H200"),
-        ("h100x2-moe", "Mixture of experts"),
+        ("h200x4", "Time of a step and memory: 8 Llama-8B layers in bf16 on 4 H200"),
+        ("h200x2", "Time of a step and memory: 8 Llama-8B layers in bf16 on 2 H200"),
+        ("h100x2-all", "Time of a step and memory: three models in bf16 on 2 H100, measured in one command"),
+        (
+            "h100x2-moe",
+            "Time of a step and memory: a mixture of experts, 6 layers of Qwen3-30B-A3B in bf16 on 2 H100",
+        ),
     ],
 )
 def test_training_plot_is_that_of_the_reports(
