@@ -1,4 +1,4 @@
-# A vLLM server that obeys trainers which show its secret.
+# A vLLM server that obeys trainers which show its secret. Never built yet.
 #
 #   docker build --file docker/server.Dockerfile --tag etp-server .
 #   docker run --gpus all --ipc host --network host --volume "$HOME/.config/megatron-etp:/root/.config/megatron-etp" \

@@ -1,4 +1,4 @@
-# A trainer with Megatron and Transformer Engine, for NVIDIA GPUs.
+# A trainer with Megatron and Transformer Engine, for NVIDIA GPUs. Never built yet.
 #
 #   docker build --file docker/trainer.Dockerfile --tag etp-trainer .
 #   docker run --gpus all --ipc host --network host etp-trainer \
