@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 import tempfile
@@ -113,6 +114,21 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: Sizes,
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     etp.wait_async_comms(model)
     optimizer.step()
+
+
+def bytes_per_element(runtime: etp.EtpRuntime, microbatches: int) -> float:
+    """Bytes per element of a weight and microbatch, as counted by the engine since its counters were reset.
+
+    Of whole weights: N ranks send (N - 1) / N of them. Without sums over microbatches, theory has a gather in the
+    forward pass, one in the backward pass, and a reduction: 2 + 2 + 2 bytes in bf16.
+
+    Args:
+        runtime: with weights of any formats.
+        microbatches: so many were trained with.
+    """
+    groups = runtime.groups
+    elements = sum(len(group.shards) * math.prod(group.layout.shape) for group in groups)
+    return sum(group.gathered_bytes + group.reduced_bytes for group in groups) / elements / microbatches
 
 
 def measure(name: str, options: dict[str, Any], sizes: Sizes) -> tuple[Row, Row]:

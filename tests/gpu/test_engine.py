@@ -8,6 +8,7 @@ import torch
 from tests.gpu import bodies_engine as bodies
 from tests.gpu.devices import needs_gpus
 from tests.gpu.launch import run_on_gpus
+from tests.multiproc import bodies_profiles
 
 WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
 TRANSPORTS = {"c10d": "C10dTransport", "copy_engine": "CopyEngineTransport", "auto": "CopyEngineTransport"}
@@ -43,3 +44,11 @@ def test_training_with_look_ahead_across_passes_equals_unsharded(world_size: int
 def test_a_weight_changed_before_backward_is_refused(world_size: int) -> None:
     for message in run_on_gpus(bodies.changed_in_backward_is_refused, world_size):
         assert "1.weight" in message
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+def test_a_profile_names_what_happens_to_each_weight(transport: str) -> None:
+    for result in run_on_gpus(bodies_profiles.ranges, 2, args=(transport,)):
+        assert result.transports == {TRANSPORTS[transport]}
+        bodies_profiles.check(result)

@@ -471,6 +471,14 @@ CASES = (
             ("experts", 2, "--etp-size 2 --expert-etp-size 2", MOE),
             ("tp2", 4, "--etp-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"),
             ("stages", 4, "--etp-size 2", "--pipeline-model-parallel-size 2"),
+            # Four microbatches: sums of them have the same order if the ranks' sums are added at the end.
+            ("accumulated", 2, "--etp-size 2 --etp-reduce-once-per-iteration", "--micro-batch-size 1"),
+            (
+                "vpp",
+                4,
+                "--etp-size 2 --etp-reduce-once-per-iteration",
+                "--micro-batch-size 1 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            ),
         )
     ),
     Case(

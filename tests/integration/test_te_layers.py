@@ -45,6 +45,8 @@ CHOSEN = {
     "fp8_blockwise_ends_in_bf16": DENSE,
     "fp8_blockwise_experts": DENSE | GROUPED,
     "fp8_blockwise_stages": DENSE,
+    "fp8_blockwise_accumulated": DENSE,
+    "fp8_blockwise_vpp": DENSE,
 }
 
 

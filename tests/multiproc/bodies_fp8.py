@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import etp
 from benchmarks.host_calls import counted
+from benchmarks.traffic import bytes_per_element
 from etp.formats import quantize_nvfp4
 from tests.support import te_apart, te_emulation
 from tests.support.launch import device, on_gpus
@@ -241,6 +242,31 @@ def calls_of_visits(rank: int, world_size: int, shim: str, recipe: str) -> dict[
                 end = counted(weight.weight_group.release_derived, "")[1].all if enabled else 0
             calls[enabled] = {"forward": forward, "backward": backward, "end": end}
         found[experts] = {part: calls[True][part] - calls[False][part] for part in calls[True]}
+    return found
+
+
+def bytes_of_formats(rank: int, world_size: int, shim: str, layers: int) -> dict[str, float]:
+    """Bytes per element of a weight and microbatch, counted in the third of three steps with two microbatches.
+
+    By recipe; "" for none, in which case weights travel in bf16.
+    """
+    prepare(shim)
+    import transformer_engine.pytorch as te
+
+    options: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": str(device())}
+    found = {}
+    for recipe in ("", "Float8BlockScaling", *APART):
+        if recipe == next(iter(APART)):
+            prepare(shim, recipe)
+        model = nn.Sequential(*(te.Linear(IN, IN, **options) for _ in range(layers)))
+        runtime = etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=128))
+        for step in range(3):
+            runtime.counters.reset()
+            for micro in range(2):
+                with _autocast(recipe) if recipe else nullcontext():
+                    out = model(_inputs(2 * step + micro, rank))
+                out.float().square().mean().backward()
+        found[recipe] = bytes_per_element(runtime, microbatches=2)
     return found
 
 

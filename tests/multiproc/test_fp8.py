@@ -105,6 +105,21 @@ def test_rows_and_columns_are_read_in_any_order(format_: ApartFormat) -> None:
     assert answers == [2 * 3 * (2 * 3 + 6)] * 3
 
 
+@pytest.mark.slow
+def test_formats_move_as_many_bytes_as_they_should() -> None:
+    """What docs/performance.md has in a table, for 4 layers."""
+    layers = 4
+    # The backward pass finds the weights of the last two layers in their slots, unless it reads other bytes: columns.
+    held = 2 / layers
+    expected = {
+        "": 2 + 2 * (1 - held) + 2,
+        "Float8BlockScaling": 1 + (1 - held) + 2,
+        "MXFP8BlockScaling": 2 * (1 + 1 / 32) + 2,
+        "NVFP4BlockScaling": 2 * (1 / 2 + 1 / 16) + 2,
+    }
+    assert run_distributed(bodies.bytes_of_formats, 2, args=(str(SHARED), layers), fresh=True) == [expected] * 2
+
+
 CALLS = {
     "Float8BlockScaling": {"forward": 6, "backward": 8, "end": 3},
     "Float8CurrentScaling": {"forward": 8, "backward": 10, "end": 3},
