@@ -1,9 +1,10 @@
 """Sends versions in which a share of the elements changed, whole and as deltas, over a TCP link of a given speed.
 
-python -m benchmarks.refit_delta [--gigabytes-per-second 1] [--json FILE]
+python -m benchmarks.refit_delta [--device cuda] [--gigabytes-per-second 1] [--json FILE]
 
-One source and one destination, each a process on the CPU, with their weights in host memory and no engine: packing,
-digesting, sending, unpacking and verifying as in a refit. Linux paces the link's payload connection.
+One source and one destination, each a process, and no engine: packing, digesting, sending, unpacking and verifying as
+in a refit. Their weights are in host memory, or both sides' on the first GPU, which then does all of that but the
+sending. Linux paces the link's payload connection.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from benchmarks.command_line import positive
+from benchmarks.command_line import positive, require_gpus
 from megatron_patches.refit.layout.boxes import TensorSpec, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.delta import Base, PayloadKind, Snapshot
 from megatron_patches.refit.memory.loads import Terms
-from megatron_patches.refit.memory.ports import Bits
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.memory.staging import StagingPool, slot_bytes, useful_bytes
 from megatron_patches.refit.memory.unpacker import Unpacker
@@ -56,7 +57,8 @@ class Row:
         payload: whole or delta.
         nbytes: bytes sent.
         seconds: of the whole push, from the start to the last comparison of digests; the least of all repetitions, as
-            other work on the machine only adds to it. So are the next three.
+            other work on the machine, and compiling a GPU's kernels the first time, only add to it. So are the next
+            four.
         move: of these, until everything had arrived and was unpacked.
         source_cpu: CPU seconds of the source.
         destination_cpu: of the destination.
@@ -102,31 +104,35 @@ def _model(mebibytes: int) -> tuple[Plan, Manifest]:
     return make_plan(specs, [side], [side]), side
 
 
-def _memory(side: Manifest) -> dict[str, Bits]:
-    return {storage.name: np.zeros(storage.numel, dtype=np.uint16) for storage in side.storages}
+def _memory(side: Manifest, device: str) -> dict[str, torch.Tensor]:
+    """Zeros. NumPy's own memory on a CPU, which lies in huge pages."""
+    return {
+        storage.name: torch.from_numpy(np.zeros(storage.numel, dtype=np.int16)).to(device) for storage in side.storages
+    }
 
 
-def _terms(plan: Plan) -> Terms:
-    slot = slot_bytes(_STAGING, 1, extra=1)
+def _terms(plan: Plan, device: str) -> Terms:
+    # Beside the slots, a load of the base; on a GPU also the load itself, and a payload on its way to or from the host.
+    slot = slot_bytes(_STAGING, 1, extra=1 if device == "cpu" else 3)
     return Terms(packet_bytes=min(slot, useful_bytes(plan.nbytes_by_link[0, 0])))
 
 
-def _place(party: int) -> Place:
+def _place(party: int, device: str) -> Place:
     pool = StagingPool(_STAGING)
-    return Place(party=party, sources=1, host="127.0.0.1", device="cpu", pool=pool, timeout_s=_TIMEOUT_S)
+    return Place(party=party, sources=1, host="127.0.0.1", device=device, pool=pool, timeout_s=_TIMEOUT_S)
 
 
 def _check() -> None:
     """Raises nothing: no other party can fail."""
 
 
-def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) -> None:
+def _source(pipe: Connection, device: str, mebibytes: int, rate: float | None, repeats: int) -> None:
     plan, side = _model(mebibytes)
-    terms, place = _terms(plan), _place(0)
-    rng = np.random.default_rng(1)
-    memory: dict[str, Bits] = {
-        name: rng.integers(0, 1 << 16, bits.size, np.uint16) for name, bits in _memory(side).items()
-    }
+    terms, place = _terms(plan, device), _place(0, device)
+    generator = torch.Generator(device).manual_seed(1)
+    memory = _memory(side, device)
+    for bits in memory.values():
+        bits.random_(-(1 << 15), 1 << 15, generator=generator)
     with closing(SendingEnd(place, PacedTransport(place, rate))) as end:
         slot = terms.packet_bytes or 0
         pipe.send(end.offer(slot, memory))
@@ -135,7 +141,7 @@ def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) 
         for share in (1.0, *SHARES):  # the first warms up, and gives both ends a base
             for payload in _turns(share, repeats):
                 version += 1
-                _change(rng, memory, share)
+                _change(memory, share, generator)
                 sender.renew(memory)
                 sender.relate_to(kept.base if payload is PayloadKind.DELTA else None)
                 pipe.send("changed")
@@ -146,6 +152,8 @@ def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) 
                     send_version(sender, end, version, _check)
                 cpu, began = time.process_time() - before, time.perf_counter()
                 kept.take(version, memory)
+                if device != "cpu":
+                    torch.cuda.synchronize(device)
                 pipe.send((end.sent_bytes, cpu, time.perf_counter() - began))
 
 
@@ -154,15 +162,15 @@ def _turns(share: float, repeats: int) -> list[PayloadKind]:
     return [*PayloadKind] * (repeats if share < 1.0 else 1)
 
 
-def _change(rng: np.random.Generator, memory: dict[str, Bits], share: float) -> None:
+def _change(memory: dict[str, torch.Tensor], share: float, generator: torch.Generator) -> None:
     for bits in memory.values():
-        np.bitwise_xor(bits, (rng.random(bits.size, np.float32) < share).astype(np.uint16), out=bits)
+        bits.bitwise_xor_(torch.rand(bits.shape, generator=generator, device=bits.device) < share)
 
 
-def _destination(pipe: Connection, results: Connection, mebibytes: int, repeats: int) -> None:
+def _destination(pipe: Connection, results: Connection, device: str, mebibytes: int, repeats: int) -> None:
     plan, side = _model(mebibytes)
-    terms, place = _terms(plan), _place(1)
-    serving, arriving, version = _memory(side), _memory(side), 0
+    terms, place = _terms(plan, device), _place(1, device)
+    serving, arriving, version = _memory(side, device), _memory(side, device), 0
     with closing(ReceivingEnd(place, PacedTransport(place, None))) as end:
         slot = terms.packet_bytes or 0
         mine, theirs = end.offer(slot), pipe.recv()
@@ -191,10 +199,11 @@ def _destination(pipe: Connection, results: Connection, mebibytes: int, repeats:
                 results.send(Row(share, payload.value, int(nbytes), push, move, source, destination, keep))
 
 
-def measure(mebibytes: int, rate: float | None, repeats: int) -> list[Row]:
+def measure(device: str, mebibytes: int, rate: float | None, repeats: int) -> list[Row]:
     """Pushes versions between two processes.
 
     Args:
+        device: of both sides' weights: ``cpu``, or torch's name of a GPU.
         mebibytes: size of the model, rounded up to a multiple of 32.
         rate: bytes per second of the link; None for no limit.
         repeats: number of pushes of each kind.
@@ -206,8 +215,8 @@ def measure(mebibytes: int, rate: float | None, repeats: int) -> list[Row]:
     here, there = context.Pipe()
     results, told = context.Pipe(duplex=False)
     processes = [
-        context.Process(target=_source, args=(here, mebibytes, rate, repeats)),
-        context.Process(target=_destination, args=(there, told, mebibytes, repeats)),
+        context.Process(target=_source, args=(here, device, mebibytes, rate, repeats)),
+        context.Process(target=_destination, args=(there, told, device, mebibytes, repeats)),
     ]
     for process in processes:
         process.start()
@@ -229,13 +238,16 @@ def measure(mebibytes: int, rate: float | None, repeats: int) -> list[Row]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the weights of both sides")
     parser.add_argument("--mebibytes", type=positive, default=256, help="size of the weights")
     parser.add_argument("--gigabytes-per-second", type=float, help="speed of the link; by default what it gives")
-    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--repeats", type=positive, default=5, help="at least 2 on a GPU: the first compiles kernels")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     rate = None if options.gigabytes_per_second is None else 1e9 * options.gigabytes_per_second
-    rows = measure(options.mebibytes, rate, options.repeats)
+    if options.device == "cuda":
+        require_gpus(parser.error)
+    rows = measure("cuda:0" if options.device == "cuda" else "cpu", options.mebibytes, rate, options.repeats)
     print("| changed | whole | push | CPU | delta | push | CPU | copy of the base | of whole: bytes, time |")
     print("|---|---|---|---|---|---|---|---|---|")
     for whole, delta in zip(rows[::2], rows[1::2], strict=True):
@@ -249,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         found = {
             "options": {key: value for key, value in vars(options).items() if key != "json"},
+            "gpu": torch.cuda.get_device_name(0) if options.device == "cuda" else None,
             "cores": os.cpu_count(),
             "load": os.getloadavg(),
             "rows": [asdict(row) for row in rows],

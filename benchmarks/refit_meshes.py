@@ -9,7 +9,8 @@ One engine is started for each mesh of ``--to``, and takes the weights of every 
 other (meshes as ``plan --from`` and ``--to`` take them). After each push the engine draws tokens, and the trainer
 computes their log-probabilities. They agree if the KL of generation is at most ``--most-kl`` and ten times lower than
 with the weights of another version. On GPUs, trainers use the first ones and engines the last ones; where there are not
-enough for both, they share some.
+enough for both, they share some. With ``--weight-format fp8_block`` the engines' model is in block FP8; what that loses
+takes a larger ``--most-kl``.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from rich.table import Table
 
 from benchmarks.command_line import checked, positive_seconds, require_gpus
 from benchmarks.refit import MODELS
-from benchmarks.refit_vllm import write_model
+from benchmarks.refit_vllm import add_weight_format, write_model
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank
 from benchmarks.spawned import free_port, run_ranks
 from benchmarks.vllm_server import ServerError, VllmServer, serve
+from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from megatron_patches.refit.simulation.cluster import engine_mesh, trainer_mesh
 from megatron_patches.refit.target.vllm_layout import EngineMesh
@@ -61,6 +63,7 @@ class Row:
         largest: largest absolute difference of log-probabilities.
         other_kl: KL against weights of another version.
         verdict: "agrees", "differs", or why there was nothing to compare.
+        weights: format of the engine's weights, and of what was sent.
     """
 
     model: str
@@ -71,14 +74,16 @@ class Row:
     largest: float
     other_kl: float
     verdict: str
+    weights: WeightFormat = WeightFormat.TRAINED
 
 
-def row(model: str, trainer: str, engine: str, found: Outcome, most_kl: float) -> Row:
+def row(options: argparse.Namespace, trainer: str, engine: str, found: Outcome) -> Row:
     """The row for an outcome, with its verdict."""
-    agrees = found.kl <= most_kl and _TELLS * found.kl <= found.untouched_kl
+    agrees = found.kl <= options.most_kl and _TELLS * found.kl <= found.untouched_kl
     seconds = statistics.median(found.seconds.get("push", [math.nan]))
     verdict = found.failure or (_AGREES if agrees else _DIFFERS)
-    return Row(model, trainer, engine, seconds, found.kl, found.largest_error, found.untouched_kl, verdict)
+    figures = seconds, found.kl, found.largest_error, found.untouched_kl
+    return Row(options.model, trainer, engine, *figures, verdict, options.weight_format)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -91,7 +96,8 @@ def table(rows: Sequence[Row]) -> Table:
     found.add_column("verdict", overflow="fold")
     for one in rows:
         figures = [f"{one.seconds:.2f}", f"{one.kl:.1e}", f"{one.largest:.3f}", f"{one.other_kl:.2g}"]
-        found.add_row(one.model, one.trainer, one.engine, *figures, one.verdict)
+        model = f"{one.model} {one.weights}" if one.weights.is_quantized else one.model
+        found.add_row(model, one.trainer, one.engine, *figures, one.verdict)
     return found
 
 
@@ -114,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="trainers", type=checked(trainer_mesh), nargs="+", required=True)
     parser.add_argument("--to", dest="engines", type=checked(engine_mesh), nargs="+", required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    add_weight_format(parser)
     parser.add_argument("--transport", choices=list(TransportName), help="cuda_ipc by default; shm on CPUs")
     parser.add_argument("--most-kl", type=float, default=1e-2, metavar="NATS", help="with which two sides agree")
     parser.add_argument("--timeout", type=positive_seconds, default=120.0, help="seconds that one step may take")
@@ -143,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = _known(options.json)
     with tempfile.TemporaryDirectory() as folder:
         for engine in options.engines:
-            for one in _pushes(options, engine, {(row.model, row.trainer, row.engine) for row in rows}, Path(folder)):
+            for one in _pushes(options, engine, _done(options, rows), Path(folder)):
                 rows.append(one)
                 print(f"{one.model}: {one.trainer} -> {one.engine}: {one.verdict}", flush=True)
                 if options.json is not None:
@@ -167,9 +174,15 @@ def _known(path: Path | None) -> list[Row]:
     return [one for one in rows if one.verdict in (_AGREES, _DIFFERS)]
 
 
-def _pushes(options: argparse.Namespace, engine: str, known: set[tuple[str, str, str]], folder: Path) -> Iterator[Row]:
+def _done(options: argparse.Namespace, rows: Sequence[Row]) -> set[tuple[str, str]]:
+    """Meshes of trainer and engine between which this model has been pushed in this format."""
+    ours = options.model, options.weight_format
+    return {(one.trainer, one.engine) for one in rows if (one.model, one.weights) == ours}
+
+
+def _pushes(options: argparse.Namespace, engine: str, known: set[tuple[str, str]], folder: Path) -> Iterator[Row]:
     """Start an engine, unless all of its rows are known, and push from every trainer's mesh."""
-    missing = [text for text in options.trainers if (options.model, text, engine) not in known]
+    missing = [text for text in options.trainers if (text, engine) not in known]
     if not missing:
         return
     import torch  # after the command line has been checked
@@ -178,17 +191,17 @@ def _pushes(options: argparse.Namespace, engine: str, known: set[tuple[str, str,
     count = torch.cuda.device_count()
     gpus = tuple(range(count - mesh.size, count)) if on_gpu else ()
     config = MODELS[options.model][0] if options.model in MODELS else read_config(Path(options.model))
-    written = write_model(config, folder / "model")
+    written = write_model(config, folder / "model", options.weight_format)
     more = engine_arguments(mesh, on_gpu=on_gpu)
     try:
         with serve(folder / "model", "etp", gpus, more, folder / "server.log") as server:
             for number, trainer in enumerate(missing):
                 found = _push(options, written, server, trainer, gpus, number * _VERSIONS)
-                yield row(options.model, trainer, engine, found, options.most_kl)
+                yield row(options, trainer, engine, found)
     except ServerError as error:
         print(error, file=sys.stderr)  # with the end of its log; the last line says why
         failure = str(error).splitlines()[-1]
-        yield row(options.model, missing[0], engine, Outcome(engine, failure=failure), options.most_kl)
+        yield row(options, missing[0], engine, Outcome(engine, failure=failure))
 
 
 def _push(
@@ -212,6 +225,7 @@ def _push(
         repeats=_REPEATS,
         staging_bytes=_STAGING_BYTES,
         timeout_s=options.timeout,
+        weight_format=options.weight_format,
         served=served,
     )
     found: list[Outcome] = []

@@ -7,7 +7,8 @@ random weights, distributed as ``--from`` says. They change the weights and push
 ``--ways``. A way is a transport, followed by ``+in_place`` for an engine without room for a second copy; or ``nccl``,
 vLLM's own engine; or ``checkpoint_engine``, the package of that name. The last two have a server of their own, gather
 full tensors on the trainer and end in ``load_weights`` (:mod:`benchmarks.refit_vllm_peers`). Trainer and engine may
-share GPUs, and must for ``checkpoint_engine``. ``--device cpu`` with a tiny model tests the benchmark itself.
+share GPUs, and must for ``checkpoint_engine``. With ``--weight-format fp8_block``, the server's model is in block FP8,
+and the trainer quantizes what it sends. ``--device cpu`` with a tiny model tests the benchmark itself.
 
 After the last push of each way, the server samples tokens and the trainer computes their log-probabilities. The KL is
 that of generation, k3 estimator, in nats per token. ``KL before`` is measured against weights of one version later, and
@@ -34,6 +35,7 @@ from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
 from benchmarks.spawned import free_port, run_ranks
 from benchmarks.vllm_server import ALPHABET, ServerError, serve
 from examples.serving import write_byte_tokenizer
+from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from megatron_patches.refit.models.hf_config import build_config
 from megatron_patches.refit.models.mesh import TrainerMesh
@@ -65,6 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ways", nargs="+", type=checked(way_of, *PEERS), default=["cuda_ipc", "c10d", "cuda_ipc+in_place", "nccl"]
     )
+    add_weight_format(parser)
     parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--staging-mib", type=positive, default=256)
     parser.add_argument("--timeout", type=positive_seconds, default=120.0, help="seconds that one step may take")
@@ -73,6 +76,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="keep the model's folder and the servers' logs here")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(arguments)
+
+
+def add_weight_format(parser: argparse.ArgumentParser) -> None:
+    """Add ``--weight-format``."""
+    parser.add_argument(
+        "--weight-format",
+        type=WeightFormat,
+        choices=list(WeightFormat),
+        default=WeightFormat.TRAINED,
+        help="format of the engine's weights, and of what is sent",
+    )
 
 
 def _model(path: str) -> None:
@@ -100,7 +114,8 @@ def servers(options: argparse.Namespace, ranks: int) -> list[Served]:
     """The servers that the command line needs: one for all ways of this project, one for each other way.
 
     Raises:
-        SystemExit: if the number of GPUs does not match ``ranks`` or a way cannot run on these devices.
+        SystemExit: if the number of GPUs does not match ``ranks``, or a way cannot run on these devices or send this
+            format.
         ValueError: for an unknown way.
     """
     on_gpu = options.device == "cuda"
@@ -110,6 +125,10 @@ def servers(options: argparse.Namespace, ranks: int) -> list[Served]:
     for name in ours:
         way_of(name)
     peers = [name for name in options.ways if name in PEERS]
+    if peers and options.weight_format.is_quantized:
+        raise SystemExit(
+            f"{', '.join(peers)} sends weights as they are trained, not in {options.weight_format}; name other --ways"
+        )
     for name in peers:
         if not on_gpu or (PEERS[name].shares_gpus and options.trainer_gpus != options.engine_gpus):
             raise SystemExit(f"{name} needs GPUs, --trainer-gpus and --engine-gpus the same where it shares them")
@@ -117,9 +136,12 @@ def servers(options: argparse.Namespace, ranks: int) -> list[Served]:
     return [*found, *(Served(name, PEERS[name].backend, PEERS[name].arguments, (name,)) for name in peers)]
 
 
-def write_model(config: Any, folder: Path) -> dict[str, Any]:
+def write_model(config: Any, folder: Path, weight_format: WeightFormat = WeightFormat.TRAINED) -> dict[str, Any]:
     """Write the files that a server needs for a model without weights. Returns its Hugging Face configuration."""
-    written = dict(build_config(family_from_config(config), "bfloat16"))
+    family = family_from_config(config)
+    written = dict(build_config(family, "bfloat16"))
+    if weight_format.is_quantized:
+        written["quantization_config"] = quantization_config(family.shapes())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(written, indent=1), encoding="utf-8")
     write_byte_tokenizer(folder, ALPHABET - 1)
@@ -168,7 +190,7 @@ def measure(
     """
     on_gpu = options.device == "cuda"
     engine_gpus = tuple(options.engine_gpus) if on_gpu else ()
-    written = write_model(config, folder / "model")
+    written = write_model(config, folder / "model", options.weight_format)
     for served in servers(options, mesh.size):
         given = [*options.engine_arguments.split(), *served.arguments]
         try:
@@ -184,6 +206,7 @@ def measure(
                     repeats=options.repeats,
                     staging_bytes=options.staging_mib << 20,
                     timeout_s=options.timeout,
+                    weight_format=options.weight_format,
                 )
                 run_ranks(run_rank, mesh.size, task, take, options.limit)
         except (ServerError, RuntimeError) as error:  # the other servers are still measured

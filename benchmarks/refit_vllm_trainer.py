@@ -18,6 +18,7 @@ from benchmarks.refit_vllm_model import TrainerModel
 from benchmarks.refit_vllm_peers import PEERS, PeerKind, Sides
 from benchmarks.vllm_server import ALPHABET, Sample, ServerError, VllmServer
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
@@ -43,6 +44,7 @@ class Task:
         repeats: pushes a transport.
         staging_bytes: see RefitOptions.
         timeout_s: how long one step may take, and how long ranks wait for each other.
+        weight_format: see RefitOptions; the server's model has the same.
         served: version that the server has; the next ones are pushed.
     """
 
@@ -56,6 +58,7 @@ class Task:
     repeats: int
     staging_bytes: int
     timeout_s: float
+    weight_format: WeightFormat = WeightFormat.TRAINED
     served: int = 0
 
 
@@ -185,7 +188,11 @@ class Trainer:
     def _push_session(self, found: Outcome, transport: TransportName, memory: MemoryMode) -> None:
         engine = HttpEngine(self.server.url, self.task.timeout_s)
         options = RefitOptions(
-            transport=transport, memory=memory, staging_bytes=self.task.staging_bytes, timeout_s=self.task.timeout_s
+            transport=transport,
+            memory=memory,
+            weight_format=self.task.weight_format,
+            staging_bytes=self.task.staging_bytes,
+            timeout_s=self.task.timeout_s,
         )
         session = RefitSession(
             [self.model.module],

@@ -68,6 +68,7 @@ def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
         (["--from", "etp=2"], "names 1 GPUs; --from has 2 ranks"),
         (["--ways", "checkpoint_engine"], "the same where it shares them"),
         (["--device", "cpu"], "nccl needs GPUs"),
+        (["--weight-format", "fp8_block"], "nccl sends weights as they are trained, not in fp8_block"),
     ],
 )
 def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(arguments: list[str], message: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import math
 import re
+from argparse import Namespace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,6 +17,7 @@ from rich.console import Console
 from benchmarks import refit_meshes
 from benchmarks.refit_meshes import Row, engine_arguments, load, main, row, table
 from benchmarks.refit_vllm_trainer import Outcome
+from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.simulation.cluster import engine_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +40,8 @@ def test_two_sides_agree_if_they_differ_little_and_other_weights_much(
     kl: float, other: float, failure: str, verdict: str
 ) -> None:
     found = Outcome("shm", failure, seconds={"push": [2.0]}, kl=kl, largest_error=0.25, untouched_kl=other)
-    one = row("tiny", "tp=2", "tp=1", found, 1e-2)
+    options = Namespace(model="tiny", weight_format=WeightFormat.TRAINED, most_kl=1e-2)
+    one = row(options, "tp=2", "tp=1", found)
     assert (one.verdict, one.seconds, one.largest) == (verdict, 2.0, 0.25)
 
 
@@ -56,6 +61,7 @@ def test_an_engine_is_started_as_its_mesh_says() -> None:
         (["--from", "pp=2,vpp=2", "--to", "tp=1"], "vpp is not covered here"),
         (["--from", "tp=2"], "the following arguments are required: --to"),
         (["--model", "pigeon", "--from", "tp=2", "--to", "tp=1"], "cannot read pigeon"),
+        (["--weight-format", "pigeon", "--from", "tp=2", "--to", "tp=1"], "invalid WeightFormat value: 'pigeon'"),
     ],
 )
 def test_mistakes_are_told_first(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +90,35 @@ def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(refit_meshes, "_pushes", lambda *_: iter([pushed]))
     assert main(["--device", "cpu", "--from", "tp=2", "--to", "tp=1", "--json", str(file)]) == 0
     assert load(file) == [pushed]
+
+
+def test_a_format_is_pushed_though_another_one_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "meshes.json"
+    known = Row("tiny", "tp=2", "tp=1", 0.5, 2e-4, 0.125, 3.0, "agrees")
+    fields = msgspec.to_builtins(known)
+    del fields["weights"]  # as files had it before formats were told apart
+    file.write_bytes(msgspec.json.encode({"rows": [fields]}))
+    pushed = replace(known, kl=0.02, weights=WeightFormat.FP8_BLOCK)
+    missing = []
+
+    def push(options: Namespace, written: object, server: object, trainer: str, *_: object) -> Outcome:
+        missing.append((options.weight_format, trainer))
+        config = msgspec.json.decode((tmp_path / "model" / "config.json").read_bytes())
+        assert config == written
+        assert config["quantization_config"]["weight_block_size"] == [128, 128]
+        return Outcome("", seconds={"push": [0.5]}, kl=0.02, largest_error=0.125, untouched_kl=3.0)
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", lambda: nullcontext(str(tmp_path)))
+    monkeypatch.setattr(refit_meshes, "serve", lambda *_: nullcontext())
+    monkeypatch.setattr(refit_meshes, "_push", push)
+    arguments = ["--device", "cpu", "--from", "tp=2", "--to", "tp=1", "--json", str(file)]
+    assert main([*arguments, "--weight-format", "fp8_block", "--most-kl", "0.03"]) == 0
+    assert main([*arguments, "--weight-format", "trained"]) == 0
+    assert missing == [("fp8_block", "tp=2")]
+    assert load(file) == [known, pushed]
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(table(load(file)))
+    assert [line.split("|")[1].strip() for line in printed.getvalue().splitlines()[3:5]] == ["tiny", "tiny fp8_block"]
 
 
 @pytest.mark.parametrize(("report", "model", "least"), [(REPORT, "tiny", 12), (REPORT_OF_GPUS, "qwen3-8b", 2)])
