@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_patches.refit.checkpoints.export import export_checkpoint
+from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.boxes import Box
 from megatron_patches.refit.memory import sender
@@ -27,6 +28,7 @@ from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.transports.sending import SendingEnd
 from tests.support.live_models import Case, build_chunk
 from tests.support.live_parallel import start_parallel_state
 from tests.support.vllm_host import VllmConnection
@@ -258,8 +260,12 @@ def killed_body(
     pushing = session(case, chunks, rank, address, TransportName.SHM, timeout_s=60.0, memory=memory)
     if rank == victim and phase == "describing":
         kill_in(pushing, "_describe")
+    if rank == victim and phase == "planning":
+        kill_in(Assembly, "exchange", calls=3)  # after those for describing and recording
     with contextlib.closing(pushing):
         pushing.prepare()
+        if rank == victim and phase == "linking":
+            kill_in(SendingEnd, "connect")
         if rank == victim and phase == "sending":
             kill_in(sender.Sender, "pack_into")
         if rank == victim and phase == "committing":

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_patches.refit.transports.nixl_agent import NixlAgent, range_of
 from tests.integration.refit_nics import sent
+from tests.support.two_hosts import ADDRESSES
 
 NBYTES = 32 << 20
 
@@ -23,7 +24,7 @@ NBYTES = 32 << 20
 def main() -> None:
     """Writes, and notes how many bytes each interface has sent; or is written to."""
     folder, is_first = Path(sys.argv[1]), sys.argv[2] == "first"
-    agent = NixlAgent(1 + is_first, "cpu", sys.argv[3])
+    agent = NixlAgent(1 + is_first, "cpu", ADDRESSES[0 if is_first else 1], sys.argv[3])
     memory = np.full(NBYTES, is_first, dtype=np.uint8)
     region = range_of(memory)
     agent.register(region)

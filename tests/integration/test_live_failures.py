@@ -62,7 +62,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @needs_vllm
 @pytest.mark.parametrize(
     ("victim", "phase"),
-    [(1, "describing"), (0, "describing"), (1, "sending"), (0, "sending"), (0, "committing")],
+    [(victim, phase) for phase in ("describing", "planning", "linking", "sending") for victim in (1, 0)]
+    + [(0, "committing")],
 )
 def test_a_killed_trainer_leaves_the_old_weights_and_no_wait(engine: Engine, victim: int, phase: str) -> None:
     before = engine.state()

@@ -144,6 +144,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ("server", "sending"),
         ("worker", "sending"),
         ("engine", "committing"),
+        ("worker", "committing"),
+        ("engine", "sending"),
+        ("server", "committing"),
     ],
 )
 def test_a_process_that_hangs_for_a_while_leaves_old_or_new_weights(served: Served, victim: str, phase: str) -> None:

@@ -17,8 +17,9 @@ import pytest
 from megatron_patches.refit.transports.base import TransportName
 from tests.integration import nixl_write
 from tests.integration.refit_nics import content, model
+from tests.integration.refit_two_hosts import listening
 from tests.support import plain_engine
-from tests.support.two_hosts import CABLE, Host, two_hosts
+from tests.support.two_hosts import ADDRESSES, CABLE, Host, two_hosts
 from tests.unit.refit.transport_cases import NEEDS
 
 SECOND = "cable2"
@@ -78,6 +79,21 @@ def pushes(folder: Path, engine: str, *choices: str) -> tuple[dict[str, Any], st
     return seen, done.stderr
 
 
+@needs_nixl
+@pytest.mark.parametrize("address", ["127.0.0.1", ADDRESSES[0]])
+def test_ucx_listens_on_the_interface_with_the_address_and_nowhere_else(address: str) -> None:
+    make = f"agent = NixlAgent(0, 'cpu', '{address}'); agent.metadata; print('made', flush=True); input()"
+    script = f"from megatron_patches.refit.transports.nixl_agent import NixlAgent; {make}"
+    with two_cables() as (first, _), contextlib.ExitStack() as stack:
+        command = [*first.inside, *SYSFS, sys.executable, "-c", script]
+        agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.enter_context(agent)
+        stack.callback(agent.kill)
+        assert agent.stdout is not None
+        assert "made\n" in iter(agent.stdout.readline, "")
+        assert {at for at, _ in listening(first.process)} == {address}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @needs_nixl
@@ -86,12 +102,13 @@ def test_weights_travel_over_the_nics_that_are_named(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # both hosts are one, so that UCX would find faster ways
-    if engine == "auto":
-        choices = {CABLE: CABLE, SECOND: SECOND, f"nowhere,{SECOND}": SECOND, f"{CABLE},{SECOND}": "", "nowhere": ""}
-    else:
-        choices = {engine: engine, "auto": engine, f"{CABLE},{SECOND}": engine}
     apart = "NIXL cannot reach another party"  # over NICs that no network joins
-    choices |= {CABLE: apart} if engine == SECOND else {}
+    if engine == "auto":  # the cable with the address at which the engine reaches the trainer
+        choices = {CABLE: CABLE, SECOND: apart, f"nowhere,{CABLE}": CABLE, f"{CABLE},{SECOND}": CABLE, "nowhere": ""}
+    elif engine == CABLE:
+        choices = {CABLE: CABLE, "auto": CABLE, f"{CABLE},{SECOND}": CABLE}
+    else:
+        choices = {SECOND: SECOND, CABLE: apart, "auto": apart, "all": SECOND, f"{CABLE},{SECOND}": SECOND}
     seen, said = pushes(tmp_path, engine, *choices)
     for choice, carrier in choices.items():
         if choice == "nowhere":
@@ -107,11 +124,9 @@ def test_weights_travel_over_the_nics_that_are_named(
             continue
         assert seen[choice]["content"] == content()
         sent = seen[choice]["sent"]
-        assert sent[CABLE] + sent[SECOND] > NBYTES
-        if carrier:
-            assert sent[carrier] > NBYTES
-            assert sent[CABLE] + sent[SECOND] - sent[carrier] < NBYTES / 20
-    missing = f"fewer NICs than the option nics names, NIC {SECOND} only: nowhere is not in this machine"
+        assert sent[carrier] > NBYTES
+        assert sent[CABLE] + sent[SECOND] - sent[carrier] < NBYTES / 20
+    missing = f"fewer NICs than the option nics names, NIC {CABLE} only: nowhere is not in this machine"
     assert said.count(missing) == (engine == "auto")
     for choice in choices.keys() & {CABLE, SECOND}:
         assert said.count(f"refit: nixl for cpu uses NIC {choice}, which the option nics names") == 1

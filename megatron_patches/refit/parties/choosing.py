@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -14,8 +15,8 @@ class Site(msgspec.Struct, frozen=True):
     """Where a party runs, as far as transports depend on it.
 
     Attributes:
-        host: equal for processes that can share memory: one running kernel and one network namespace, in which local
-            sockets are found.
+        host: equal for processes that can share memory: one running kernel, one network namespace, in which local
+            sockets are found, and one user.
         cuda: major version of CUDA; empty if the party's storages are in the host's memory.
         nixl: whether NIXL is installed.
     """
@@ -41,7 +42,7 @@ def site_of(device: str) -> Site:
         import torch
 
         cuda = str(torch.version.cuda).partition(".")[0]
-    return Site(f"{kernel}:{network}", cuda, nixl_agent.is_installed())
+    return Site(f"{kernel}:{network}:{os.geteuid()}", cuda, nixl_agent.is_installed())
 
 
 def choose(sites: Collection[Site]) -> TransportName:
@@ -51,8 +52,8 @@ def choose(sites: Collection[Site]) -> TransportName:
         sites: of all parties.
 
     Returns:
-        Within one host, ``cuda_ipc`` if all are on GPUs, else ``shm``. Between hosts, ``nixl`` if all have it, else
-        ``tcp``. Never ``c10d``: with it, engines answer no requests while a version arrives.
+        Within one host and one user, ``cuda_ipc`` if all are on GPUs, else ``shm``. Otherwise ``nixl`` if all have it,
+        else ``tcp``. Never ``c10d``: with it, engines answer no requests while a version arrives.
     """
     if len({site.host for site in sites}) == 1:
         cuda = {site.cuda for site in sites}

@@ -24,6 +24,7 @@ MOST_DESCRIPTORS = 64
 """File descriptors per message. Linux allows 253, and counts those under way against the sender's limit of open files.
 """
 
+_CREDENTIALS = struct.Struct("=iII")  # SO_PEERCRED: process, user, group
 _DESCRIPTOR = struct.Struct("=i")
 _EXTRA_BYTES = socket.CMSG_LEN(MOST_DESCRIPTORS * _DESCRIPTOR.size)
 
@@ -79,6 +80,25 @@ def prepare(connection: socket.socket) -> socket.socket:
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def refuse_another_user(connection: socket.socket) -> None:
+    """Refuses a local socket's peer that runs as another user; sockets that are not local are not checked.
+
+    A local listener's name is free once its process has ended, so that anyone on the host could take it.
+
+    Raises:
+        PartyFailedError: if the peer had another effective uid when it connected or began to listen.
+    """
+    if connection.family != socket.AF_UNIX:
+        return
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(found)
+    if uid != os.geteuid():
+        raise PartyFailedError(
+            f"the other end of a local socket runs as uid {uid}, this process as uid {os.geteuid()}; run trainer and "
+            "engine as one user, or take the transport tcp"
+        )
 
 
 def end(connection: socket.socket) -> None:

@@ -7,13 +7,15 @@ there are, which of them are up, and where they are in the PCI tree.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import logging
 import os
 import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -33,7 +35,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]+)?")
 _NUMBER = re.compile(r"[0-9]+")
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
 _DOWN = "is down"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_GET_ADDRESSES = 0x8912  # SIOCGIFCONF
+_ADDRESSES = struct.Struct("16s 4x 4s 16x")  # struct ifreq: name of the interface, sockaddr_in
+_MOST_ADDRESSES = 4096
 _LINK_LOCAL = "fe80"
 _STARTING = threading.Lock()
 
@@ -110,31 +114,41 @@ def parse_nics(text: str) -> Mapping[str, Sequence[str]]:
     return {gpu: names for gpu, names in found.items() if gpu is not None}
 
 
-def _has_address(interface: str) -> bool:
+def _addresses() -> Mapping[str, Collection[str]]:
+    """IP addresses of each interface that has any, but IPv6 addresses that are link-local."""
+    found: dict[str, set[str]] = {}
+    entries = array("B", bytes(_ADDRESSES.size * _MOST_ADDRESSES))
+    start, nbytes = entries.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            fcntl.ioctl(asking, _GET_ADDRESS, struct.pack("256s", interface.encode()))
-        except OSError:  # it has no IPv4 address
-            lines = _read(Path("/proc/net/if_inet6")).splitlines()
-            return any(line.endswith(f" {interface}") and not line.startswith(_LINK_LOCAL) for line in lines)
-    return True
+        used, _ = struct.unpack("iP", fcntl.ioctl(asking, _GET_ADDRESSES, struct.pack("iP", nbytes, start)))
+    for label, address in _ADDRESSES.iter_unpack(memoryview(entries)[:used]):
+        interface = label.partition(b"\0")[0].decode().partition(":")[0]  # a second address may be that of eth0:1
+        found.setdefault(interface, set()).add(socket.inet_ntoa(address))
+    for line in _read(Path("/proc/net/if_inet6")).splitlines():
+        address, *_, interface = line.split()
+        if not address.startswith(_LINK_LOCAL):
+            found.setdefault(interface, set()).add(str(ipaddress.IPv6Address(bytes.fromhex(address))))
+    return found
 
 
 def choose_nics(
     option: str,
     gpu: Gpu | None,
+    host: str,
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/sys"),
-    has_address: Callable[[str], bool] = _has_address,
+    addresses: Callable[[], Mapping[str, Collection[str]]] = _addresses,
 ) -> Choice:
     """Chooses the NICs for the memory of one GPU, or of the host.
 
     Args:
         option: see :func:`parse_nics`.
         gpu: the GPU; None for host memory.
+        host: address at which other parties reach this one. Unless the option or the user names NICs, or leaves the
+            choice to UCX, UCX listens on no other IP interface than the one that has this address.
         environment: variables that the user may have set for UCX.
         root: where ``sysfs`` is mounted.
-        has_address: whether an IP interface has an address that other hosts can use.
+        addresses: returns the IP addresses of each interface that other hosts can use.
 
     Raises:
         RefitError: if none of the NICs that the option names can be used.
@@ -145,16 +159,26 @@ def choose_nics(
     if gpu is not None and not names:
         names = by_gpu.get(gpu.address) or by_gpu.get(str(gpu.number), ())
     if names:
-        return _by_name(names, _rdma_nics(root) + _ip_nics(root, has_address), environment)
+        return _by_name(names, _rdma_nics(root) + _ip_nics(root, addresses()), environment)
+    if option == ALL:
+        return Choice({}, "the NICs that UCX chooses, because the option nics says so")
+    if _DEVICES in environment:
+        return Choice({}, f"the NICs that UCX chooses, because {_DEVICES} is set")
+    interfaces = addresses()
+    own = [interface for interface, found in interfaces.items() if host in found]
+    # UCX warns of an excluded NIC that it does not know, such as one that is down.
+    others = [nic.name for nic in _ip_nics(root, interfaces) if own and nic.name not in own and not nic.trouble]
+    and_ip = f"; of IP interfaces {', '.join(own) or f'all, because none has the address {host}'}"
     nics = _rdma_nics(root)
-    why_not = _why_topology_says_nothing(option, gpu, nics, environment, root)
+    why_not = _why_topology_says_nothing(gpu, nics, root)
     if gpu is None or why_not:
-        return Choice({}, f"the NICs that UCX chooses, because {why_not}")
-    return _by_topology(_place(root, gpu).resolve(), nics, environment)
+        return Choice(_excluding(others), f"the NICs that UCX chooses, because {why_not}{and_ip}")
+    found = _by_topology(_place(root, gpu).resolve(), nics, others, environment)
+    return found._replace(reason=found.reason + and_ip)
 
 
 @contextmanager
-def chosen_nics(option: str, device: str) -> Iterator[None]:
+def chosen_nics(option: str, device: str, host: str) -> Iterator[None]:
     """Chooses NICs, logs the choice once, and sets the environment in which UCX must start to use them.
 
     UCX reads its variables only when it starts. They are removed afterwards, because another NIXL agent in this process
@@ -163,13 +187,14 @@ def chosen_nics(option: str, device: str) -> Iterator[None]:
     Args:
         option: see :func:`parse_nics`.
         device: device of the memory: ``cpu``, or torch's name of a GPU.
+        host: see :func:`choose_nics`.
 
     Raises:
         RefitError: as :func:`choose_nics`.
     """
     gpu = None if option == ALL else _gpu_of(device)
     with _STARTING:  # several sessions link at once; each must see only what the user has set
-        choice = choose_nics(option, gpu)
+        choice = choose_nics(option, gpu, host)
         _log_once(logging.INFO, f"refit: nixl for {device} uses {choice.reason}")
         if choice.warning:
             _log_once(logging.WARNING, f"refit: nixl for {device}: {choice.warning}")
@@ -185,16 +210,10 @@ def chosen_nics(option: str, device: str) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _why_topology_says_nothing(
-    option: str, gpu: Gpu | None, nics: Sequence[_Nic], environment: Mapping[str, str], root: Path
-) -> str:
-    """Why the choice is left to UCX; empty if it is not."""
-    if option == ALL:
-        return "the option nics says so"
+def _why_topology_says_nothing(gpu: Gpu | None, nics: Sequence[_Nic], root: Path) -> str:
+    """Why the choice of RDMA NICs is left to UCX; empty if it is not."""
     if gpu is None:
         return "the weights are in host memory"
-    if _DEVICES in environment:
-        return f"{_DEVICES} is set"
     if all(nic.trouble for nic in nics):
         return f"no RDMA NIC can be used ({'; '.join(f'{nic.name} {nic.trouble}' for nic in nics) or 'there is none'})"
     place = _place(root, gpu)
@@ -223,8 +242,8 @@ def _by_name(names: Sequence[str], nics: Sequence[_Nic], environment: Mapping[st
     return Choice({_DEVICES: ",".join(used), **_rails(len(used), environment)}, reason, warning)
 
 
-def _by_topology(gpu: Path, nics: Sequence[_Nic], environment: Mapping[str, str]) -> Choice:
-    """The closest RDMA NICs that can be used. The others are excluded; IP interfaces stay, for peers without RDMA."""
+def _by_topology(gpu: Path, nics: Sequence[_Nic], interfaces: Sequence[str], environment: Mapping[str, str]) -> Choice:
+    """The closest RDMA NICs that can be used. The others are excluded, and the given IP interfaces."""
     nearness = {nic: _nearness(gpu, nic.at) for nic in nics}
     best = max(near for nic, near in nearness.items() if not nic.trouble)
     closest: dict[tuple[Path, str], _Nic] = {}
@@ -237,11 +256,8 @@ def _by_topology(gpu: Path, nics: Sequence[_Nic], environment: Mapping[str, str]
     unusable = {nic: near for nic, near in nearness.items() if nic.trouble and nic.at == nic.card and near >= best}
     closer = [f"{nic.name} {nic.trouble}" for nic, near in unusable.items() if near > best]
     beside = [f"{nic.name} {nic.trouble}" for nic, near in unusable.items() if near == best]
-    variables = _rails(len(used), environment)
-    # UCX warns of an excluded NIC that it does not know, such as one that is down.
     others = [nic.name for nic in nics if nic.name not in used and nic.trouble != _DOWN]
-    if others:
-        variables[_DEVICES] = f"^{','.join(others)}"
+    variables = {**_rails(len(used), environment), **_excluding([*others, *interfaces])}
     note = f" ({'; '.join(beside)})" if beside else ""
     warning = f"{_listed(used)}, farther from the GPU, because {'; '.join(closer)}" if closer else ""
     return Choice(variables, f"{_listed(used)}, closest to the GPU at {gpu.name}{note}", warning)
@@ -270,11 +286,11 @@ def _rdma_nics(root: Path) -> list[_Nic]:
     return found
 
 
-def _ip_nics(root: Path, has_address: Callable[[str], bool]) -> list[_Nic]:
+def _ip_nics(root: Path, addresses: Mapping[str, Collection[str]]) -> list[_Nic]:
     found = []
     for interface in _folders(root / "class/net"):
         trouble = "" if _read(interface / "operstate") in ("up", "unknown") else _DOWN
-        if not trouble and not has_address(interface.name):
+        if not trouble and not addresses.get(interface.name):
             trouble = "has no IP address"
         found.append(_Nic(interface.name, False, trouble, interface, interface))
     return found
@@ -306,6 +322,10 @@ def _key(gpu: str) -> str | None:
 
 def _rails(count: int, environment: Mapping[str, str]) -> dict[str, str]:
     return {name: str(count) for name in _RAILS if name not in environment}
+
+
+def _excluding(names: Sequence[str]) -> dict[str, str]:
+    return {_DEVICES: f"^{','.join(names)}"} if names else {}
 
 
 def _listed(names: Sequence[str] | Mapping[str, object]) -> str:

@@ -76,7 +76,7 @@ class NixlTransport(Transport):
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._agent = NixlAgent(place.party, place.device, place.nics)
+        self._agent = NixlAgent(place.party, place.device, place.host, place.nics)
         self._storages = RegisteredStorages(self._agent)
         self._told: tuple[int, Mapping[str, int]] = self._storages.generation, {}
 

@@ -115,6 +115,8 @@ class NixlAgent:
     Args:
         party: number of the party, for the agent's name.
         device: device of the memory that it registers: ``cpu``, or torch's name of a GPU.
+        host: address at which other parties reach this one; see
+            :func:`megatron_patches.refit.transports.nics.choose_nics`.
         nics: which NICs it may use; see :func:`megatron_patches.refit.transports.nics.parse_nics`.
 
     Attributes:
@@ -125,15 +127,15 @@ class NixlAgent:
         RefitError: if NIXL is not installed, or none of the NICs can be used.
     """
 
-    def __init__(self, party: int, device: str, nics: str = AUTO) -> None:
+    def __init__(self, party: int, device: str, host: str, nics: str = AUTO) -> None:
         api = load_api()
-        host = device == "cpu"
-        if not host:
+        on_host = device == "cpu"
+        if not on_host:
             os.environ.setdefault(*_READ_WITHOUT_NVLINK)  # UCX reads it when the agent is created
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        with chosen_nics(nics, device):
+        with chosen_nics(nics, device, host):
             self._agent: Any = api.nixl_agent(f"refit-{party}-{secrets.token_hex(8)}", config)
-        self.kind, self.device = ("DRAM", 0) if host else ("VRAM", int(device.partition(":")[2] or 0))
+        self.kind, self.device = ("DRAM", 0) if on_host else ("VRAM", int(device.partition(":")[2] or 0))
         self._registered: dict[MemoryRange, Any] = {}
         self._uses: Counter[MemoryRange] = Counter()
         self._under_way: list[Reading[Any]] = []

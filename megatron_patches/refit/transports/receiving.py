@@ -86,7 +86,8 @@ class ReceivingEnd:
 
         Raises:
             PlanMismatchError: if a source follows another plan.
-            PartyFailedError: if a source does not connect in time or sends no hello.
+            PartyFailedError: if a source does not connect in time, sends no hello, or is on a local socket and runs as
+                another user.
         """
         self._transport.connect(offers, check)
         waiting = set(slots)
@@ -112,6 +113,7 @@ class ReceivingEnd:
         patience: Patience,
     ) -> tuple[int, IncomingWire]:
         """The source that has connected, and its wire."""
+        frames.refuse_another_user(connection)
         try:
             hello = messages.decode_hello(frames.receive(connection, patience))
         except msgspec.MsgspecError as error:

@@ -323,6 +323,7 @@ def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:
                 break
             except BlockingIOError:  # the backlog is full, for example because the process hangs
                 patience.tick()
+        frames.refuse_another_user(connection)
     except PartyFailedError:
         connection.close()
         raise

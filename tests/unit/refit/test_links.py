@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,30 @@ def test_where_nothing_comes_what_is_done_meanwhile_is_done_all_the_same() -> No
     receive_version(unpacker, receiver, 20.0, check, lambda: began.append(1))
     assert began == [1]
     receiver.close()
+
+
+@pytest.mark.parametrize("refuser", ["source", "destination"])
+def test_local_sockets_are_the_users_alone(refuser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {party: open_transport(TransportName.SHM, place(party)) for party in range(2)}
+    with closing(ReceivingEnd(place(1), ends[1])) as receiver, closing(SendingEnd(place(0), ends[0])) as sender:
+        offers = {0: sender.offer(512, {}), 1: receiver.offer(512)}
+        uid, own = os.geteuid(), threading.get_ident() if refuser == "destination" else None
+        # In the refuser's eyes, it is another user than its peer.
+        monkeypatch.setattr(os, "geteuid", lambda: uid + (own in (None, threading.get_ident())))
+        with ThreadPoolExecutor(1) as pool:
+            linked = pool.submit(sender.connect, offers, {0: 512}, {0: "d" * 64}, check)
+            expected = (
+                f"the other end of a local socket runs as uid {uid}, this process as uid {uid + 1}; run trainer and "
+                "engine as one user, or take the transport tcp"
+            )
+            if refuser == "source":
+                with pytest.raises(PartyFailedError) as raised:
+                    linked.result(20)
+            else:
+                with pytest.raises(PartyFailedError) as raised:
+                    receiver.connect(offers, {0: 512}, {0: "d" * 64}, check)
+                linked.exception(20)  # it may have said all that it has to say before it is refused
+            assert str(raised.value) == expected
 
 
 RUBBISH = b"hello, I am a source of weights"

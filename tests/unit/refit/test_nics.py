@@ -16,6 +16,7 @@ from megatron_patches.refit.transports.nics import Choice, Gpu, choose_nics, cho
 ROUTED = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 LINK_LOCAL = "fe80:0000:0000:0000:0a00:00ff:fe00:0001"
 NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+ADDRESSES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fd00::1"], "eth2": ["10.0.2.1"], "eth10": ["10.0.10.1"]}
 UNSET: Mapping[str, str] = {}
 
 
@@ -61,8 +62,8 @@ class Machine:
         (self.root / "class/net" / name / "operstate").write_text(f"{state}\n")
 
     def choose(self, option: str, gpu: Gpu | None, environment: Mapping[str, str] = UNSET) -> Choice:
-        """Of the machine, in which ``eth1`` has no address."""
-        return choose_nics(option, gpu, environment, self.root, lambda name: name != "eth1")
+        """Of the machine, which others reach at ``eth0``, and in which ``eth1`` has no address."""
+        return choose_nics(option, gpu, "10.0.0.1", environment, self.root, lambda: ADDRESSES)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_a_gpu_has_the_nic_behind_its_switch(number: int, machine: Machine) -> N
     others = ",".join(f"mlx5_{other}:1" for other in (*range(8), 10, 11) if other != number)
     found = machine.choose("auto", gpu(number))
     assert found.variables == {"UCX_NET_DEVICES": f"^{others}", **rails(1)}
-    assert found.reason == f"NIC mlx5_{number}:1, closest to the GPU at 0000:{number + 1}b:00.0"
+    assert found.reason == f"NIC mlx5_{number}:1, closest to the GPU at 0000:{number + 1}b:00.0; of IP interfaces eth0"
     assert not found.warning
 
 
@@ -145,7 +146,7 @@ def test_a_roce_nic_needs_an_ip_address(machine: Machine) -> None:
         machine.rdma(name, machine.pci(f"pci0000:00/0000:0{name[-1]}:00.0", 0), gids=gids)
     found = machine.choose("auto", gpu(0))
     assert found.variables == {"UCX_NET_DEVICES": "^mlx5_0:1", **rails(1)}
-    assert found.reason.endswith("(mlx5_0:1 has no IP address)")
+    assert found.reason.endswith("(mlx5_0:1 has no IP address); of IP interfaces eth0")
 
 
 @pytest.mark.parametrize(
@@ -191,16 +192,16 @@ def test_without_a_topology_ucx_chooses(option: str, where: Gpu | None, reason: 
     found = machine.choose(option, where)
     assert (found.variables, found.warning) == ({}, "")
     assert found.reason.startswith("the NICs that UCX chooses, because ")
-    assert found.reason.endswith(reason)
+    assert found.reason.removesuffix("; of IP interfaces eth0").endswith(reason)
 
 
 def test_without_rdma_ucx_chooses(machine: Machine) -> None:
     at = machine.pci("pci0000:00/0000:1b:00.0", 0)
     machine.interface("eth0")
     expected = "the NICs that UCX chooses, because no RDMA NIC can be used"
-    assert machine.choose("auto", gpu(0)) == Choice({}, f"{expected} (there is none)")
+    assert machine.choose("auto", gpu(0)) == Choice({}, f"{expected} (there is none); of IP interfaces eth0")
     machine.rdma("mlx5_0", at, "1: DOWN")
-    assert machine.choose("auto", gpu(0)) == Choice({}, f"{expected} (mlx5_0:1 is down)")
+    assert machine.choose("auto", gpu(0)) == Choice({}, f"{expected} (mlx5_0:1 is down); of IP interfaces eth0")
 
 
 def test_nics_by_name(machine: Machine) -> None:
@@ -243,9 +244,21 @@ def test_options_that_make_no_sense(option: str) -> None:
         parse_nics(option)
 
 
-def test_interfaces_with_and_without_addresses() -> None:
-    assert nics._has_address("lo")
-    assert not nics._has_address("none")
+def test_addresses_of_this_machine() -> None:
+    assert "127.0.0.1" in nics._addresses()["lo"]
+
+
+@pytest.mark.parametrize("number", [None, 0])
+def test_ucx_listens_on_no_ip_interface_but_the_one_with_the_address(number: int | None, machine: Machine) -> None:
+    eight(machine)
+    for name, state in (("lo", "unknown"), ("eth0", "up"), ("eth1", "up"), ("eth2", "down"), ("eth10", "up")):
+        machine.interface(name, state)
+    found = machine.choose("auto", None if number is None else gpu(number))
+    excluded = found.variables["UCX_NET_DEVICES"].removeprefix("^").split(",")
+    assert {name for name in excluded if not name.startswith("mlx5")} == {"lo", "eth10"}
+    assert len(excluded) == (2 if number is None else 11)
+    assert found.reason.endswith("; of IP interfaces eth0")
+    assert machine.choose("all", None).variables == {}
 
 
 def test_ucx_sees_the_choice_only_when_it_starts(
@@ -256,7 +269,7 @@ def test_ucx_sees_the_choice_only_when_it_starts(
     monkeypatch.delenv("UCX_MAX_RMA_RAILS", raising=False)
     with caplog.at_level(logging.INFO, logger=nics.__name__):
         for _ in range(2):
-            with chosen_nics("lo,none", "cpu"):
+            with chosen_nics("lo,none", "cpu", "127.0.0.1"):
                 assert (os.environ["UCX_NET_DEVICES"], os.environ["UCX_MAX_RMA_RAILS"]) == ("lo", "1")
             assert os.environ["UCX_NET_DEVICES"] == "before"
             assert "UCX_MAX_RMA_RAILS" not in os.environ

@@ -150,7 +150,7 @@ def test_a_storage_in_pieces_is_refused() -> None:
 
 @needs_nixl
 def test_what_cannot_be_registered_says_how_to_go_on() -> None:
-    agent = NixlAgent(0, "cpu")
+    agent = NixlAgent(0, "cpu", "127.0.0.1")
     agent._agent.register_memory = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
     with pytest.raises(
         PartyFailedError, match=r"cannot register 64 bytes of DRAM \(RuntimeError: no memory\).*ulimit -l"
@@ -170,5 +170,5 @@ def test_gpus_are_read_where_there_is_no_nvlink(
     monkeypatch.setenv(variable, before or "")  # what is set here is undone after the test
     if before is None:
         monkeypatch.delenv(variable)
-    NixlAgent(0, device, "all").close()
+    NixlAgent(0, device, "127.0.0.1", "all").close()
     assert os.environ.get(variable) == after
