@@ -65,6 +65,10 @@ class RayEngine:
         """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("commit", version, reset_cache=reset_cache)
 
+    def set_weight_version(self, version: int) -> None:
+        """See :class:`megatron_patches.refit.trainer.engines.VersionKeeper`."""
+        self._call("set_weight_version", version)
+
     def pause(self, mode: PauseMode) -> None:
         """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
         self._call("pause", mode)

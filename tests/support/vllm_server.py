@@ -55,6 +55,13 @@ class VllmServer:
         with urllib.request.urlopen(request, timeout=60.0):  # noqa: S310 - as below
             pass
 
+    def get(self, route: str) -> object:
+        """What a route answers."""
+        request = urllib.request.Request(f"{self.url}/{route}", headers=Credentials().headers())  # noqa: S310 - as below
+        with urllib.request.urlopen(request, timeout=60.0) as answer:  # noqa: S310 - as below
+            found: object = json.load(answer)
+        return found
+
     def log(self) -> str:
         """All that it has said."""
         return self._log.read_text()

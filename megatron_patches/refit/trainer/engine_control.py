@@ -15,7 +15,7 @@ from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
-from megatron_patches.refit.trainer.engines import EngineClient, PauseMode, Sleeper, SleepMode
+from megatron_patches.refit.trainer.engines import EngineClient, PauseMode, Sleeper, SleepMode, VersionKeeper
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.transports.base import AUTO
 from megatron_patches.refit.transports.memory_mode import MemoryMode
@@ -169,8 +169,11 @@ class EngineControl:
         except BaseException:
             self._settle(asked=asked)
             raise
-        self._resume(reset_cache=False)
-        confirm()
+        try:
+            confirm()  # takes no time: workers report before they answer the call
+            self._set_weight_version(version)
+        finally:
+            self._resume(reset_cache=False)
         self._put_back(version)
         if isinstance(self.engine, AdapterEngine):  # only now: vLLM must not look for files that are not there
             self.engine.add(version)
@@ -240,6 +243,20 @@ class EngineControl:
         if engine.is_sleeping():
             engine.wake_up("weights")
             self._asleep = engine if engine.is_sleeping() else None  # otherwise it was only paused
+
+    def _set_weight_version(self, version: int) -> None:
+        """Tells an engine that keeps a version of its own which one serves, while no token is made."""
+        if not isinstance(self.engine, VersionKeeper):
+            return
+        try:
+            self.engine.set_weight_version(version)
+        except Exception as error:  # noqa: BLE001 - the version serves all the same
+            logger.warning(
+                "refit: %s serves version %d, but its own weight version is another: %s",
+                self.engine.name,
+                version,
+                describe_error(error),
+            )
 
     def _put_back(self, version: int) -> None:
         """Wakes the KV cache of an engine that has committed a version, or puts the engine back to sleep.

@@ -107,6 +107,17 @@ class Sleeper(Protocol):
         """Puts it to sleep at level 1. Requests under way continue when it wakes up."""
 
 
+@runtime_checkable
+class VersionKeeper(Protocol):
+    """An engine that keeps a version of its weights; with the methods of :class:`EngineClient`.
+
+    vLLM has one from 0.32 on: ``/weight_info`` shows it, and each answer can name the versions of its tokens.
+    """
+
+    def set_weight_version(self, version: int) -> None:
+        """Sets it after a commit, before the pause ends. Does nothing if the engine's release has none."""
+
+
 class Joined:
     """Adds to later calls the token of the session that an engine joined last.
 
@@ -143,6 +154,7 @@ class HttpEngine:
         self._lease = ServerLease(self._http)
         self._lease_s = lease.DEFAULT_LEASE_S
         self._paused_by = ""  # token of the session that paused it last
+        self._keeps_version = True  # until the server has answered that it does not
 
     @property
     def server(self) -> str:
@@ -186,6 +198,14 @@ class HttpEngine:
             self.call({"call": "commit", "version": version})
         if emptied is not None:
             emptied.result()
+
+    def set_weight_version(self, version: int) -> None:
+        """See :class:`VersionKeeper`."""
+        if self._keeps_version:
+            try:
+                self._http.call("POST", "update_weight_version", {"new_version": str(version)})
+            except NotFoundError:  # vLLM 0.26
+                self._keeps_version = False
 
     def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`, [Note: pausing] and [Note: leases]."""
@@ -334,6 +354,11 @@ class LocalEngine:
         if call["call"] == "join":
             self._llm.init_weight_transfer_engine({"init_info": {"call": "admit"}})
         self._llm.init_weight_transfer_engine({"init_info": self._joined.told(call)})
+
+    def set_weight_version(self, version: int) -> None:
+        """See :class:`VersionKeeper`."""
+        if hasattr(self._llm, "update_weight_version"):  # not in vLLM 0.26
+            self._llm.update_weight_version(str(version))
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
         """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""

@@ -79,6 +79,13 @@ class Sleeping(Engine):
         self.asleep = {"weights", "kv_cache"}
 
 
+class Keeper(Engine):
+    """Keeps a version of its own."""
+
+    def set_weight_version(self, version: int) -> None:
+        self._ask(f"set {version}")
+
+
 class Alone:
     """A rendezvous at which nobody is missing."""
 
@@ -132,6 +139,26 @@ def test_an_engine_is_paused_for_a_commit_or_in_place_before_anything_arrives(
         control.commit(7, nothing)
         assert engine.asked == ([pause, "receive"] if in_place else ["receive", pause]) + [asked, "resume"]
         assert 0.02 <= control.paused_s < 5  # the time to pause counts
+
+
+@pytest.mark.parametrize("refused", [(), ("set",)])
+def test_an_engine_that_keeps_a_version_of_its_own_is_told_which_serves_before_a_token_is_made(
+    refused: tuple[str, ...],
+) -> None:
+    engine = Keeper("one", *refused)
+    with controlled(engine, in_place=False) as control:
+        receive(control, Alone())
+        control.commit(7, lambda: engine.asked.append("confirmed"))
+        assert engine.asked == ["receive", "pause wait", "commit emptying", "confirmed", "set 7", "resume"]
+
+
+def test_an_engine_whose_workers_did_not_commit_keeps_its_own_version() -> None:
+    engine = Keeper()
+    with controlled(engine, in_place=False) as control:
+        receive(control, Alone())
+        with pytest.raises(RefitError, match="it was not so"):
+            control.commit(7, refuse)
+        assert engine.asked == ["receive", "pause wait", "commit emptying", "resume"]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -99,6 +99,12 @@ def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
             prepare([engine])
 
 
+def test_a_server_of_a_release_without_weight_versions_is_asked_once() -> None:
+    with answering(b"HTTP/1.0 404 no\r\n\r\n") as engine:
+        engine.set_weight_version(7)
+    engine.set_weight_version(8)  # the server has ended
+
+
 @pytest.mark.parametrize("url", ["http://", "10.0.0.5:8000", "http://[::1", "http://a:b", "http://a?x=1", "http://a/é"])
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"engine URL .* must be like http://"):
