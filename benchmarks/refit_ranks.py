@@ -9,7 +9,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.boxes import Box, TensorSpec
 from megatron_patches.refit.layout.dtypes import itemsize
-from megatron_patches.refit.layout.manifest import Manifest, Placement
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.layout.weight_format import (
     BLOCK,
     QUANTIZED,
@@ -432,9 +432,28 @@ class Bench:
 
 
 def _quantized(shapes: Mapping[str, tuple[int, ...]], manifest: Manifest) -> Manifest:
-    """What a worker in block FP8 wants, whose weights are cut at multiples of a block."""
+    """What a worker in block FP8 wants, whose weights are cut at multiples of a block.
+
+    As in vLLM, weights that share a storage in bf16, such as all experts of a layer, share one for the weights and one
+    for the scales.
+    """
     nowhere = torch.device("meta")
-    return BlockQuantizer(shapes, manifest, power_of_two=True, device=nowhere, exchange=Exchange()).manifest
+    apart = BlockQuantizer(shapes, manifest, power_of_two=True, device=nowhere, exchange=Exchange()).manifest
+    home = {one.box.tensor: one.view.storage for one in manifest.placements}
+    home |= {scales_of(name): home[name] for name in quantized_weights(shapes) if name in home}
+    shared: dict[str, Storage] = {}
+    begins: dict[str, int] = {}
+    placements = []
+    for one in apart.placements:
+        own = apart.storage[one.view.storage]
+        name = f"{home[one.box.tensor]} in {own.dtype}"
+        if own.name not in begins:
+            begins[own.name] = shared[name].numel if name in shared else 0
+            numel = begins[own.name] + own.numel
+            shared[name] = Storage(name, own.dtype, numel, numel)
+        view = replace(one.view, storage=name, offset=begins[own.name] + one.view.offset)
+        placements.append(replace(one, view=view))
+    return replace(apart, storages=tuple(shared.values()), placements=tuple(placements))
 
 
 def _nbytes(manifest: Manifest) -> int:
