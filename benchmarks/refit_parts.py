@@ -113,7 +113,7 @@ def quantizing() -> None:
     """Times the kernels of a push in block FP8: those that quantize, whole blocks and parts, and digests of bytes."""
     from etp.formats import kernels
     from megatron_patches.refit.layout.weight_format import BLOCK
-    from megatron_patches.refit.source.block_parts import KernelParts, Part
+    from megatron_patches.refit.source.block_parts import BlockPart, KernelParts
 
     size = ROWS * COLUMNS
     held = {f"s{i}": torch.randn(size, device="cuda").bfloat16() for i in range(MATRICES)}
@@ -122,7 +122,9 @@ def quantizing() -> None:
     numbers = torch.ones(MATRICES * down * across, device="cuda")
     boxes = {name: Box(name, (0, 0), (ROWS, COLUMNS)) for name in held}
     views = {name: View(name, 0, (ROWS, COLUMNS), (COLUMNS, 1)) for name in held}
-    parts = [Part(boxes[name], views[name], (ROWS, COLUMNS), i * down * across, across) for i, name in enumerate(held)]
+    parts = [
+        BlockPart(boxes[name], views[name], (ROWS, COLUMNS), i * down * across, across) for i, name in enumerate(held)
+    ]
     quantizer = KernelParts(parts, bytes_, power_of_two=True)
     quantizer.measure(held, numbers)
     table = kernels.TileTable(
@@ -159,12 +161,12 @@ def changes() -> None:
     for share in (0.0, 0.01, 0.02, 0.03, 0.3):
         marked = (torch.rand(count, device="cuda") < share)[:, None]
         new = torch.where(marked, old.view(count, 2) ^ 1, old.view(count, 2)).view(-1)
-        found = seconds(lambda new=new: delta_kernels.encode(new, old, 2, out))  # type: ignore[misc]
-        changed = int(delta_kernels.encode(new, old, 2, out).item())
+        found = seconds(lambda new=new: delta_kernels.encode_delta(new, old, 2, out))  # type: ignore[misc]
+        changed = int(delta_kernels.encode_delta(new, old, 2, out).item())
         put = 0.0
         if delta_of(0, changed, count, 2) is not None and changed:
             base = old.clone()
-            put = seconds(lambda base=base, changed=changed: delta_kernels.decode(out, changed, base, 2))  # type: ignore[misc]
+            put = seconds(lambda base=base, changed=changed: delta_kernels.decode_delta(out, changed, base, 2))  # type: ignore[misc]
         print(
             f"{changed / count:.1%} of {count} elements of 2 bytes: found in {found * 1e3:.2f} ms, "
             f"{2 * count / found / 1e9:.0f} GB/s, put back in {put * 1e3:.2f} ms",

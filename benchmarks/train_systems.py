@@ -261,11 +261,11 @@ class Etp(WeightSharded):
     def _wrap(self) -> Any:
         from etp import EtpConfig, TransportName
         from megatron_patches import MegatronEtpConfig
-        from megatron_patches.seam import installed
+        from megatron_patches.seam import installed_api
 
         transport = TransportName(self.name.removeprefix("etp_").removesuffix(GRAPH).removesuffix(EXPERT_PARALLEL))
         engine = EtpConfig(transport=transport, prefetch_depth=self.options.prefetch_depth)
-        api = installed()
+        api = installed_api()
         if api is None:
             raise RuntimeError("megatron_patches.apply() has not run")
         api.configure(MegatronEtpConfig(engine=engine))

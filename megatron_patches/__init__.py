@@ -43,7 +43,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
     """
     from megatron_patches import cpu, registry, seam
 
-    present = seam.installed()
+    present = seam.installed_api()
     if present is not None:
         return present
     registry.check_versions()
@@ -58,8 +58,8 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
         api = WeightShardApi(config or MegatronEtpConfig())
     relied_upon, patches = records(api)
     registry.verify((*relied_upon, *patches))
-    seam.install(api)
-    registry.install(patches)
+    seam.install_api(api)
+    registry.install_records(patches)
     return api
 
 

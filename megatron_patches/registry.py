@@ -274,7 +274,7 @@ def _difference(record: PatchRecord | SourceRecord, found: Definition | None) ->
     return ""
 
 
-def install(records: Sequence[PatchRecord]) -> list[str]:
+def install_records(records: Sequence[PatchRecord]) -> list[str]:
     """Replace every record's target, also where a loaded module holds the original under its own name.
 
     A target that already carries its replacement is left alone, so that a second call changes nothing.

@@ -61,12 +61,12 @@ class WeightShardSeam(Protocol):
         """Take the options of the run, before Megatron builds a model."""
 
 
-def installed() -> WeightShardSeam | None:
+def installed_api() -> WeightShardSeam | None:
     """The installed implementation, or None while Megatron's own is in use."""
     return getattr(sys.modules.get(SEAM), _OWNER, None)
 
 
-def install(api: WeightShardSeam) -> None:
+def install_api(api: WeightShardSeam) -> None:
     """Replace Megatron's own module with ``api``.
 
     Raises:

@@ -26,6 +26,7 @@ from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
 from etp.te import refuse_quantized, refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
+from megatron_patches.checkpoint.model_state import is_sharded
 from megatron_patches.refusals import FP4_ALIGNMENT, FP8_RECIPES
 from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter
 from megatron_patches.symmetric_parameters import move_into_symmetric_memory
@@ -278,11 +279,6 @@ class WeightShardApi:
             printed = ref()
             if printed is not None:
                 _print_chain(label, printed)
-
-
-def is_sharded(param: Any) -> bool:
-    """Whether ``param`` is a shard."""
-    return getattr(param, "is_gtp_weight_remat", False)
 
 
 def _innermost(chunk: torch.nn.Module) -> torch.nn.Module:

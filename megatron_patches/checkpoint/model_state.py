@@ -33,6 +33,8 @@ class ShardedParameter(torch.nn.Parameter):
 
     layout: ShardLayout  # type: ignore[assignment]  # hides torch.Tensor.layout, as the engine does
     group: ProcessGroup
+    is_qkv: bool
+    qkv_split_shapes: list[int]
 
 
 def is_sharded(tensor: object) -> TypeGuard[ShardedParameter]:

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
-State = dict[Any, Any]
+_State = dict[Any, Any]
 
 _KEY = "optimizer"
 _REQUESTED = "optimizer of this run"
@@ -27,11 +27,11 @@ class OptimizerStateMismatchError(ValueError):
     """The checkpoint lacks settings that an optimizer of this run needs. Nothing of it has been loaded."""
 
 
-def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_of_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``megatron.core.dist_checkpointing.serialization.load``."""
 
     @functools.wraps(original)
-    def load(sharded_state_dict: State, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+    def load(sharded_state_dict: _State, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         requested = sharded_state_dict.get(_KEY)
         if not _is_known(requested):
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -53,7 +53,7 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _is_known(state: object) -> TypeGuard[State]:
+def _is_known(state: object) -> TypeGuard[_State]:
     """Whether ``state`` belongs to Megatron's Adam or SGD, with tensors stored weight by weight."""
     return isinstance(state, dict) and all(
         isinstance(part, dict)
@@ -63,28 +63,28 @@ def _is_known(state: object) -> TypeGuard[State]:
     )
 
 
-def _parts(state: State) -> list[State]:
+def _parts(state: _State) -> list[_State]:
     """The states of a chain of optimizers, in order; for a single optimizer, its state."""
     return [state[number] for number in sorted(state)] if _is_chain(state) else [state]
 
 
-def _is_chain(state: State) -> bool:
+def _is_chain(state: _State) -> bool:
     return bool(state) and all(isinstance(key, int) for key in state)
 
 
-def _torch_state(part: State) -> State:
+def _torch_state(part: _State) -> _State:
     """The state of torch's optimizer: Megatron's fp32 optimizer stores just that, the others store it inside theirs."""
     inner = part.get(_KEY, part)
     return inner if isinstance(inner, dict) else part
 
 
-def _settings(part: State, saved: list[State], checkpoint: str) -> State:
+def _settings(part: _State, saved: list[_State], checkpoint: str) -> _State:
     """The non-tensor state of one optimizer of this run, from the checkpoint's."""
     groups = [group for other in saved for group in _torch_state(other)["param_groups"]]
     values = {
         key: value for key, value in saved[0].items() if key not in (_KEY, "state", "param_groups", "param_state")
     }
-    inner: State = {"param_groups": [_counterpart(group, groups, checkpoint) for group in _groups(part)]}
+    inner: _State = {"param_groups": [_counterpart(group, groups, checkpoint) for group in _groups(part)]}
     # Not of other kinds: a step in Muon's state would be saved with it, and go stale.
     same = [other for other in saved if _kinds(other) & _kinds(part)]
     steps = [step for other in same if (step := _torch_state(other).get("state", {}).get("common_step")) is not None]
@@ -93,12 +93,12 @@ def _settings(part: State, saved: list[State], checkpoint: str) -> State:
     return {**values, _KEY: inner} if _KEY in part else {**values, **inner}
 
 
-def _kinds(part: State) -> set[Any]:
+def _kinds(part: _State) -> set[Any]:
     """Names of the optimizers that ``part`` has the state of: in a run with Muon, None is Muon and "adam" is Adam."""
     return {group.get("optimizer") for group in _groups(part)}
 
 
-def _groups(part: State) -> Iterator[State]:
+def _groups(part: _State) -> Iterator[_State]:
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
     for group in _torch_state(part)["param_groups"]:
@@ -108,7 +108,7 @@ def _groups(part: State) -> Iterator[State]:
         }
 
 
-def _counterpart(group: State, saved: list[State], checkpoint: str) -> State:
+def _counterpart(group: _State, saved: list[_State], checkpoint: str) -> _State:
     """``group`` of this run with the values that it, or the group of the same weights, has in the checkpoint."""
     by_experts = {_identity(other): other for other in saved}
     anyway = {_identity(other, without=_EXPERTS): other for other in reversed(saved)}
@@ -123,18 +123,18 @@ def _counterpart(group: State, saved: list[State], checkpoint: str) -> State:
     return {**found, **kept}
 
 
-def _identity(group: State, without: str | None = None) -> tuple[Any, ...]:
+def _identity(group: _State, without: str | None = None) -> tuple[Any, ...]:
     return tuple(value for name, value in _named_identity(group) if name != without)
 
 
-def _named_identity(group: State) -> list[tuple[str, Any]]:
+def _named_identity(group: _State) -> list[tuple[str, Any]]:
     """The keys by which Megatron identifies a parameter group, including NeMo's names for them."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     return [(name, group.get(name, group.get(f"pre_{name}"))) for name in param_group_identifier_keys]
 
 
-def _add(target: State, values: State) -> None:
+def _add(target: _State, values: _State) -> None:
     """Merge ``values`` into the nested dictionaries of ``target``; lists are replaced."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(target.get(key), dict):

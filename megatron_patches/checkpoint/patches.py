@@ -134,7 +134,9 @@ def _file_records() -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             target="megatron.core.dist_checkpointing.serialization:load",
-            replace=_in_turn(_deferred("optimizer_groups", "wrap_load"), _deferred("verify", "wrap_load")),
+            replace=_in_turn(
+                _deferred("optimizer_groups", "wrap_load_of_optimizers"), _deferred("verify", "wrap_load")
+            ),
             reason="loads into the weights file by file, and stops half-way at one that is missing or short, or where "
             "experts had an optimizer of their own and have none now",
             sha256="3ccee57a8ab08fb7",

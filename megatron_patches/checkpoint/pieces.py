@@ -50,7 +50,7 @@ class StackAxis:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """Consecutive rows of one shard, and the region of a checkpoint's tensor that they occupy.
 
     Attributes:
@@ -114,11 +114,11 @@ class WeightPlacement:
         """Shape of what this rank holds, including padding."""
         return self.layout.shard_shape
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[ShardPiece, ...]:
         """The shard's rows, split at the borders of the parts, in the shard's order; none for a shard of padding."""
         first, stop = self.layout.logical_range(self.shard)
         shard_start, _ = self.layout.padded_range(self.shard)
-        found: list[Piece] = []
+        found: list[ShardPiece] = []
         above: dict[str, int] = {}  # per suffix: rows on one rank of the parts before this one
         part_start = 0
         for part in self.parts:
@@ -130,7 +130,7 @@ class WeightPlacement:
             part_start += part.rows
         return tuple(found)
 
-    def no_piece(self) -> Piece:
+    def no_piece(self) -> ShardPiece:
         """An empty region after the last row of the first part's tensor; it overlaps nothing."""
         suffix = self.parts[0].suffix
         return self._piece(suffix, start=0, rows=0, global_row=self.global_rows[suffix])
@@ -151,11 +151,11 @@ class WeightPlacement:
     def _row_rank(self) -> int:
         return self.tp_rank if self.tp_axis == 0 else 0
 
-    def _piece(self, suffix: str, *, start: int, rows: int, global_row: int) -> Piece:
+    def _piece(self, suffix: str, *, start: int, rows: int, global_row: int) -> ShardPiece:
         columns = self.layout.shape[1:]
         ranks = [self.tp_size if axis == self.tp_axis else 1 for axis in range(1, len(self.layout.shape))]
         ours = [self.tp_rank if axis == self.tp_axis else 0 for axis in range(1, len(self.layout.shape))]
-        return Piece(
+        return ShardPiece(
             suffix=suffix,
             start=start,
             rows=rows,

@@ -16,7 +16,7 @@ import torch
 from megatron_patches.checkpoint.model_state import is_sharded
 from megatron_patches.checkpoint.pieces import Part
 
-Offsets = Iterable[tuple[int, int, int]]
+_Offsets = Iterable[tuple[int, int, int]]
 StateDict = Callable[..., dict[str, Any]]
 
 
@@ -37,7 +37,7 @@ def _wrap(original: StateDict, parts_of: Callable[[Any], tuple[Part, ...]]) -> S
     def sharded_state_dict(
         self: Any,
         prefix: str = "",
-        sharded_offsets: Offsets = (),
+        sharded_offsets: _Offsets = (),
         metadata: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 
-from megatron_patches.checkpoint.pieces import Part, Piece, WeightPlacement
+from megatron_patches.checkpoint.pieces import Part, ShardPiece, WeightPlacement
 
 # Megatron writes entries with replica id 0 on every axis. No rank writes a shard of padding.
 _NEVER_WRITTEN = (1, 1, 1)
@@ -95,7 +95,7 @@ class ShardedRows(ShardedTensorFactory):
         """The same shard, of a weight that tensor parallelism splits part by part."""
         return replace(self, placement=replace(_placement(self), parts=parts))
 
-    def _tensor(self, piece: Piece, replica_id: ReplicaId) -> ShardedTensor:
+    def _tensor(self, piece: ShardPiece, replica_id: ReplicaId) -> ShardedTensor:
         return ShardedTensor(
             key=self.key + piece.suffix,
             data=self.data.narrow(0, piece.start, piece.rows).view(piece.shape),

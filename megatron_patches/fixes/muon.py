@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.checkpoint.model_state import is_sharded
 from megatron_patches.refusals import MUON_RELEASE, has_muon
 from megatron_patches.registry import PatchRecord
-from megatron_patches.weight_shard_api import is_sharded
 
 
 def _replace_build(build: Callable[..., Any]) -> Callable[..., Any]:

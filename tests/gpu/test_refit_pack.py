@@ -16,7 +16,7 @@ from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory import delta_kernels
 from megatron_patches.refit.memory.delta import Base, delta_bytes
-from megatron_patches.refit.memory.delta import encode as host_encode
+from megatron_patches.refit.memory.delta import encode_delta as host_encode
 from megatron_patches.refit.memory.device_port import DevicePort
 from megatron_patches.refit.memory.loads import Terms
 from megatron_patches.refit.memory.ports import Batch, HostPort, Payload, Piece
@@ -140,7 +140,7 @@ def test_changes_of_large_arrays(width: int, fraction: float) -> None:
     payload, base = new.cpu().numpy(), old.cpu().numpy()
     changed = host_encode(payload, base, width)
     out = torch.empty_like(new)
-    found = delta_kernels.encode(new, old, width, out).item()
+    found = delta_kernels.encode_delta(new, old, width, out).item()
     assert found == int(marked.sum())
     if changed is None:
         assert fraction == 1.0
@@ -150,7 +150,7 @@ def test_changes_of_large_arrays(width: int, fraction: float) -> None:
     size = delta_bytes(changed, count, width)
     assert np.array_equal(out[:size].cpu().numpy(), payload[:size])
     if changed:
-        assert delta_kernels.decode(out[:size], changed, old, width).tolist() == [0, changed]
+        assert delta_kernels.decode_delta(out[:size], changed, old, width).tolist() == [0, changed]
     assert torch.equal(old, new)
 
 

@@ -133,8 +133,8 @@ def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) 
     """
     if cpu.needed():
         cpu.prepare_environment()
-        registry.install(cpu.records())
-    registry.install([dataset_build.RECORD])
+        registry.install_records(cpu.records())
+    registry.install_records([dataset_build.RECORD])
     return _train(rank, world_size, arguments, PRETRAIN_GPT)
 
 

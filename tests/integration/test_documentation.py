@@ -24,7 +24,7 @@ from megatron_patches import fixes, hf_training, refit_training
 from megatron_patches.arguments import add_arguments
 from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
-from megatron_patches.refit.checkpoints.hf_match import FLAGS as FLAGS_OF_FIELDS
+from megatron_patches.refit.checkpoints.hf_match import FIELD_FLAGS as FLAGS_OF_FIELDS
 from megatron_patches.refit.trl import EtpWeightTransfer
 
 pytestmark = pytest.mark.quick

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.refit.control.credentials import Credentials
-from megatron_patches.refit.control.secret import HEADER
+from megatron_patches.refit.control.secret import SECRET_HEADER
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.trainer.engines import HttpEngine
@@ -80,7 +80,7 @@ def answer(url: str, body: bytes | None, headers: dict[str, str], method: str = 
         return error.code
 
 
-@pytest.mark.parametrize("headers", [{}, {HEADER: "of somebody else."}, {"Authorization": "Bearer key-of-vllm"}])
+@pytest.mark.parametrize("headers", [{}, {SECRET_HEADER: "of somebody else."}, {"Authorization": "Bearer key-of-vllm"}])
 def test_whoever_does_not_show_the_secret_changes_nothing(
     server: VllmServer, headers: dict[str, str], tmp_path: Path
 ) -> None:

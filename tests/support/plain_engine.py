@@ -36,7 +36,7 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.trainer.engines import PauseMode
 from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.transports.memory_mode import MemoryMode
-from megatron_patches.refit.transports.nics import AUTO
+from megatron_patches.refit.transports.nics import AUTO_NICS
 
 logger = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ class PlainEngine:
         """Likewise."""
 
 
-def start(address: str, inside: Sequence[str] = (), nics: str = AUTO) -> subprocess.Popen[bytes]:
+def start(address: str, inside: Sequence[str] = (), nics: str = AUTO_NICS) -> subprocess.Popen[bytes]:
     """Starts the process and waits until it answers.
 
     Args:

@@ -21,11 +21,11 @@ def loaded_steps(rank: int, world_size: int, saved: dict[int, Any]) -> list[int 
     del rank, world_size
     from megatron.core.dist_checkpointing import serialization
 
-    from megatron_patches.checkpoint.optimizer_groups import wrap_load
+    from megatron_patches.checkpoint.optimizer_groups import wrap_load_of_optimizers
 
     requested = {0: part(None), 1: part("adam"), 2: part(None, experts=True), 3: part("adam", experts=True)}
     with mock.patch.object(serialization, "load_common_state_dict", return_value={"optimizer": saved}):
-        answer = wrap_load(lambda state, _: dict(state))({"optimizer": requested}, "folder")["optimizer"]
+        answer = wrap_load_of_optimizers(lambda state, _: dict(state))({"optimizer": requested}, "folder")["optimizer"]
     return [answer[number]["state"].get("common_step") for number in sorted(answer)]
 
 

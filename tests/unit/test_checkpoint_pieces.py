@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etp.layout import ShardLayout
-from megatron_patches.checkpoint.pieces import Part, Piece, StackAxis, WeightPlacement, halves
+from megatron_patches.checkpoint.pieces import Part, ShardPiece, StackAxis, WeightPlacement, halves
 from tests.support.launch import run_megatron
 
 
@@ -29,7 +29,7 @@ def shards(weight: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
     return list(padded.chunk(layout.num_shards))
 
 
-def region(piece: Piece) -> tuple[slice, ...]:
+def region(piece: ShardPiece) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
 
 

@@ -160,16 +160,16 @@ def test_installation_reaches_functions_methods_and_copies_of_the_name(
         PatchRecord(target="patched_owner:double", replace=plus_one, reason="a test"),
         PatchRecord(target="patched_owner:Thing.size", replace=plus_one, reason="a test"),
     ]
-    assert registry.install(records) == ["patched_owner:double", "patched_owner:Thing.size"]
+    assert registry.install_records(records) == ["patched_owner:double", "patched_owner:Thing.size"]
     assert (owner.double(4), user.imported(4), owner.Thing().size()) == (9, 9, 3)
 
 
 def test_a_second_installation_changes_nothing(modules: tuple[types.ModuleType, types.ModuleType]) -> None:
     owner, _ = modules
     records = [PatchRecord(target="patched_owner:double", replace=plus_one, reason="a test")]
-    registry.install(records)
+    registry.install_records(records)
     first = owner.double
-    assert registry.install(records) == []
+    assert registry.install_records(records) == []
     assert owner.double is first
 
 
@@ -182,7 +182,7 @@ def test_two_patches_of_one_target_are_refused_before_any_is_installed(
         PatchRecord(target="patched_owner:double", replace=plus_one, reason=reason) for reason in ("one", "other")
     ]
     with pytest.raises(ValueError, match=r"patched_owner:double has two patches \('one' and 'other'\); merge them"):
-        registry.install(records)
+        registry.install_records(records)
     assert owner.double is first
 
 

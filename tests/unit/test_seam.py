@@ -36,13 +36,13 @@ def _no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_megatrons_own_module_is_not_an_implementation() -> None:
-    assert seam.installed() is None
+    assert seam.installed_api() is None
 
 
 def test_an_import_after_installation_finds_it() -> None:
     api = Api()
-    seam.install(api)
-    assert seam.installed() is api
+    seam.install_api(api)
+    assert seam.installed_api() is api
     assert sys.modules[seam.SEAM] is api.module
 
 
@@ -52,7 +52,7 @@ def test_modules_that_imported_its_names_before_are_told(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel", package)
     monkeypatch.setitem(sys.modules, "megatron.core.ssm.mamba_mixer", user)
     api = Api()
-    seam.install(api)
+    seam.install_api(api)
     assert package.gtp_api is api.module
     assert user.HAVE_GTP is api.module.HAVE_GTP
     assert user.is_gtp_param is api.module.is_gtp_param
@@ -61,7 +61,7 @@ def test_modules_that_imported_its_names_before_are_told(monkeypatch: pytest.Mon
 
 def test_a_name_that_is_missing_is_an_error() -> None:
     with pytest.raises(AttributeError, match="lacks is_gtp_param, wait_async_comms"):
-        seam.install(Api("wait_async_comms", "is_gtp_param"))
+        seam.install_api(Api("wait_async_comms", "is_gtp_param"))
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron warns, on import, of what is not installed

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.checkpoints.checkpoint_sizes import FLAGS, ParallelSizes, main_pattern
+from megatron_patches.refit.checkpoints.checkpoint_sizes import SIZE_FLAGS, ParallelSizes, main_pattern
 from megatron_patches.refit.errors import ExportError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def build_chunks(args: argparse.Namespace, sizes: ParallelSizes) -> list[torch.n
             )
     except (AssertionError, AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         spread = ", ".join(
-            f"{FLAGS[name]} {getattr(sizes, name)}" for name in FLAGS if getattr(sizes, name) is not None
+            f"{SIZE_FLAGS[name]} {getattr(sizes, name)}" for name in SIZE_FLAGS if getattr(sizes, name) is not None
         )
         raise ExportError(
             f"Megatron cannot build the model of these arguments at {spread}: {error or type(error).__name__}; change "

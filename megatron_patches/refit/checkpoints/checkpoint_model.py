@@ -46,7 +46,7 @@ class CheckpointModel:
     iteration: int
 
 
-def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
+def add_checkpoint_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
     """Adds the options that select a checkpoint and its sharding.
 
     Args:
@@ -95,7 +95,7 @@ def loaded(
     """Builds the model and loads its weights; destroys the process groups afterwards.
 
     Args:
-        options: the options of :func:`add_options`.
+        options: the options of :func:`add_checkpoint_options`.
         directory: directory of the iteration, from :func:`directory_of`.
         progress: receives the phase.
         check: raises a RefitError if the vocabulary size does not suit the planned use of the model.

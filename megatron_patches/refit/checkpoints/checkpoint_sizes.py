@@ -44,7 +44,7 @@ class ParallelSizes:
             parser: parser of the command.
             while_doing: verb for the help, such as "exporting".
         """
-        for name, flag in FLAGS.items():
+        for name, flag in SIZE_FLAGS.items():
             default = cls.__dataclass_fields__[name].default
             parser.add_argument(
                 flag, dest=name, type=int, metavar="N", default=default, help=f"{_HELP[name]} while {while_doing}"
@@ -53,7 +53,7 @@ class ParallelSizes:
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> ParallelSizes:
         """The sizes from the flags of :meth:`add_options`."""
-        return cls(**{name: getattr(options, name) for name in FLAGS})
+        return cls(**{name: getattr(options, name) for name in SIZE_FLAGS})
 
     @property
     def experts_tensor(self) -> int:
@@ -66,7 +66,7 @@ class ParallelSizes:
         Raises:
             ExportError: if they cannot.
         """
-        for name, flag in FLAGS.items():
+        for name, flag in SIZE_FLAGS.items():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ExportError(f"{flag} is {value}; it must be at least 1")
@@ -74,7 +74,8 @@ class ParallelSizes:
             value, plain = getattr(self, name), getattr(ParallelSizes(), name)
             if self.pipeline == 1 and value != plain:
                 raise ExportError(
-                    f"{FLAGS[name]} is {value}, but there is one pipeline stage; set {FLAGS['pipeline']}, or drop it"
+                    f"{SIZE_FLAGS[name]} is {value}, but there is one pipeline stage; set {SIZE_FLAGS['pipeline']}, or "
+                    "drop it"
                 )
         product = self.tensor * self.pipeline * self.etp
         if world_size % product:
@@ -104,7 +105,8 @@ class ParallelSizes:
             self.chunk_layers(number_of_layers(args))
         except ValueError as error:
             found.append(
-                f"{error}; change {FLAGS['pipeline']} or {FLAGS['chunks']}, or set {FLAGS['first']} and {FLAGS['last']}"
+                f"{error}; change {SIZE_FLAGS['pipeline']} or {SIZE_FLAGS['chunks']}, or set {SIZE_FLAGS['first']} and "
+                f"{SIZE_FLAGS['last']}"
             )
         if found:
             raise ExportError("cannot spread this model: " + "; ".join(found))
@@ -129,7 +131,7 @@ class ParallelSizes:
             for name in ("expert", "expert_tensor", "expert_etp"):
                 value = getattr(self, name)
                 if value not in {None, 1} and (name != "expert_tensor" or value != self.tensor):
-                    yield f"{FLAGS[name]} is {value}, but it has no experts (--num-experts); drop it"
+                    yield f"{SIZE_FLAGS[name]} is {value}, but it has no experts (--num-experts); drop it"
         elif experts % self.expert:
             yield self._undivided("--num-experts", experts, "expert", self.expert)
 
@@ -153,10 +155,10 @@ class ParallelSizes:
 
     @staticmethod
     def _undivided(flag: str, value: int, axis: str, size: int) -> str:
-        return f"{flag} {value} is not divisible by {FLAGS[axis]} {size}; choose another size"
+        return f"{flag} {value} is not divisible by {SIZE_FLAGS[axis]} {size}; choose another size"
 
 
-FLAGS = {
+SIZE_FLAGS = {
     "tensor": "--tensor-model-parallel-size",
     "pipeline": "--pipeline-model-parallel-size",
     "chunks": "--num-virtual-stages-per-pipeline-rank",

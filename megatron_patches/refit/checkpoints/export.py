@@ -24,7 +24,7 @@ from megatron_patches.refit.layout.digest import combine
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import QUANTIZED, WeightFormat, quantization_config, with_scales
-from megatron_patches.refit.models.agree import check_same_model
+from megatron_patches.refit.models.agree import check_ranks_agree
 from megatron_patches.refit.models.family import ModelFamily
 from megatron_patches.refit.models.hf_config import build_config
 from megatron_patches.refit.models.traits import ModelTraits
@@ -194,7 +194,7 @@ class _Job:
             held: list[tuple[str, ModelTraits, Manifest]] = self._together(
                 partial(self._describe, chunks, vocab_size, tp_group, families.append)
             )
-            check_same_model([(architecture, traits) for architecture, traits, _ in held], ExportError)
+            check_ranks_agree([(architecture, traits) for architecture, traits, _ in held], ExportError)
             (family,) = families
             plan, layout = self._plan(family, [manifest for _, _, manifest in held])
             self._on_first(lambda: self._directory.allocate(layout))

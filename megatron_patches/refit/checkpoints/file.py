@@ -31,8 +31,8 @@ from megatron_patches.refit.planning.transfers import Transfer
 if TYPE_CHECKING:
     import torch
 
-Bytes = NDArray[np.uint8]
-Progress = Callable[[int], None]
+_Bytes = NDArray[np.uint8]
+_Advance = Callable[[int], None]
 
 _MAX_VECTORS = 1024  # IOV_MAX on Linux
 _OPEN_FLAGS = os.O_WRONLY | os.O_CLOEXEC
@@ -45,7 +45,7 @@ def write_boxes(
     layout: CheckpointLayout,
     directory: Path,
     staging_bytes: int,
-    progress: Progress,
+    progress: _Advance,
 ) -> dict[str, int]:
     """Writes everything that ``rank`` sends into the pre-sized files of ``directory``, and syncs them.
 
@@ -95,7 +95,7 @@ def verify_tensors(
     layout: CheckpointLayout,
     directory: Path,
     chunk_bytes: int,
-    progress: Progress,
+    progress: _Advance,
 ) -> None:
     """Reads tensors back and compares their digests with what was sent.
 
@@ -139,7 +139,7 @@ def share_of(specs: Iterable[TensorSpec], rank: int, size: int) -> list[TensorSp
     return mine
 
 
-def _payload(item: Transfer, storage: torch.Tensor) -> Bytes:
+def _payload(item: Transfer, storage: torch.Tensor) -> _Bytes:
     """The box's elements in the destination's dtype, contiguous in host memory; in place if they already are."""
     import torch
 
@@ -152,7 +152,7 @@ def _payload(item: Transfer, storage: torch.Tensor) -> Bytes:
     return values.reshape(-1).view(torch.uint8).numpy()
 
 
-def _file_runs(item: Transfer, payload: Bytes, start: int) -> Iterator[tuple[int, memoryview]]:
+def _file_runs(item: Transfer, payload: _Bytes, start: int) -> Iterator[tuple[int, memoryview]]:
     """(position in the file, bytes) of each contiguous run of the box. The tensor starts at ``start`` in the file."""
     width = itemsize(item.dtype)
     runs = contiguous_runs(item.write)

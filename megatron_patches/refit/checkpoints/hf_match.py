@@ -17,7 +17,7 @@ from megatron_patches.refit.models.family import ModelFamily
 
 _NAMED = 3  # tensors named in a message
 
-FLAGS: Mapping[str, str] = MappingProxyType(
+FIELD_FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "num_hidden_layers": "--num-layers",
         "hidden_size": "--hidden-size",
@@ -231,7 +231,7 @@ def _is_unlimited(limit: object) -> bool:
 
 
 def _difference(name: str, given: object, mine: object) -> str:
-    flag = FLAGS.get(name)
+    flag = FIELD_FLAGS.get(name)
     return f"{name} is {given!r} in config.json and {mine!r} in this run" + (f" ({flag})" if flag else "")
 
 

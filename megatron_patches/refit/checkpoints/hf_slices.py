@@ -24,7 +24,7 @@ from megatron_patches.refit.layout.manifest import Placement
 from megatron_patches.refit.memory.loads import fill
 from megatron_patches.refit.planning.transfers import Transfer
 
-Progress = Callable[[int], None]
+_Advance = Callable[[int], None]
 
 
 def read_slices(
@@ -32,7 +32,7 @@ def read_slices(
     files: HuggingFaceFiles,
     memory: Mapping[str, torch.Tensor],
     staging_bytes: int,
-    progress: Progress,
+    progress: _Advance,
 ) -> int:
     """Copies every transfer's box from its file to its place, file by file, converted to the place's dtype.
 
@@ -71,7 +71,7 @@ def verify_slices(
     files: HuggingFaceFiles,
     memory: Mapping[str, torch.Tensor],
     chunk_bytes: int,
-    progress: Progress,
+    progress: _Advance,
 ) -> None:
     """Reads the file's elements of every placement again, and compares their digest with the memory's.
 

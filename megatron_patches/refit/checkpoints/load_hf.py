@@ -20,13 +20,13 @@ from megatron_patches.refit.control.exchange import Exchange, default_exchange, 
 from megatron_patches.refit.errors import LoadError
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES, itemsize
 from megatron_patches.refit.layout.manifest import Manifest, Placement
-from megatron_patches.refit.models.agree import check_same_model
+from megatron_patches.refit.models.agree import check_ranks_agree
 from megatron_patches.refit.models.shard import ParamShard
 from megatron_patches.refit.models.traits import ModelTraits
 from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, make_part, make_plan
 from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.progress import Progress
-from megatron_patches.refit.source.describe import unwrapped
+from megatron_patches.refit.source.describe import unwrapped_chunk
 from megatron_patches.refit.source.live import Holdings, describe_rank
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def load_hf_checkpoint(
     started = time.perf_counter()
     exchange = default_exchange(options.group)
     files = on_first(exchange, lambda: open_checkpoint(path))
-    rows = int(unwrapped(model_chunks[0]).vocab_size)  # type: ignore[arg-type]
+    rows = int(unwrapped_chunk(model_chunks[0]).vocab_size)  # type: ignore[arg-type]
     vocab_size = check_vocabulary(files.config, tokens, rows)
     job = _Job(exchange, files, vocab_size, options, progress or Progress())
     held = job.describe(model_chunks)
@@ -159,7 +159,7 @@ class _Job:
             return found[0].family.architecture, found[0].family.traits, found[0].manifest
 
         parts = self._together(describe)
-        check_same_model([(architecture, traits) for architecture, traits, _ in parts], LoadError)
+        check_ranks_agree([(architecture, traits) for architecture, traits, _ in parts], LoadError)
         held = found[0]
         check_config(self._files.config, held.family)
         self._repeated = check_tensors(self._files, held.family)

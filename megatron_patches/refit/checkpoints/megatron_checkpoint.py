@@ -145,9 +145,9 @@ def load_weights(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
-    from megatron_patches.refit.source.describe import unwrapped
+    from megatron_patches.refit.source.describe import unwrapped_chunk
 
-    inner: list[Any] = [unwrapped(chunk) for chunk in chunks]
+    inner: list[Any] = [unwrapped_chunk(chunk) for chunk in chunks]
     with _readable(directory):
         _require_unchanged(directory)
         metadata = dist_checkpointing.load_content_metadata(str(directory)) or {}

@@ -7,14 +7,20 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patches.refit.control.secret import FILE_VARIABLE, HEADER, VALUE_VARIABLE, default_file, read_secret
+from megatron_patches.refit.control.secret import (
+    FILE_VARIABLE,
+    SECRET_HEADER,
+    VALUE_VARIABLE,
+    default_file,
+    read_secret,
+)
 from megatron_patches.refit.errors import RefitError
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _VALUE = re.compile(r"[ -~]+")
-_OURS = frozenset({HEADER, "host", "connection", "content-length", "content-type", "transfer-encoding"})
+_OURS = frozenset({SECRET_HEADER, "host", "connection", "content-length", "content-type", "transfer-encoding"})
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Credentials:
                 )
             found["Authorization"] = f"Bearer {key}"
         secret = read_secret(self.secret_file)
-        return found if secret is None else {**found, HEADER: secret.value}
+        return found if secret is None else {**found, SECRET_HEADER: secret.value}
 
     def describe(self) -> str:
         """Which secret is sent, for the error message if a server has another one."""

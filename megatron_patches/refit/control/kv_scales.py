@@ -76,7 +76,7 @@ def is_kv_scale(name: str) -> bool:
     return name.startswith(f"{_PREFIX}/")
 
 
-def split_name(name: str) -> tuple[str, str]:
+def split_scale_name(name: str) -> tuple[str, str]:
     """Layer and kind of a tensor for which :func:`is_kv_scale` holds."""
     _, layer, kind = name.split("/")
     return layer, kind

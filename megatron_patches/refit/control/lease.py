@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 ROUTE = "refit/lease"
 """Route of a server at which leases are taken, renewed and returned."""
-HEADER = "x-refit-lease"
+LEASE_HEADER = "x-refit-lease"
 """Header of a request to pause: token of the session, which must have a lease."""
 RESUMES = "x-refit-resumes"
 """Header of a request to resume: token of the session that ends its pause, not that of another one."""

@@ -110,7 +110,7 @@ class Rendezvous:
         self._router.curve_server = True
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
-            port = listen(self._router, host)
+            port = bind_free_port(self._router, host)
         except PartyFailedError:
             self._context.destroy(linger=0)
             raise
@@ -366,7 +366,7 @@ class _Step:
         self.deadline = min(self.deadline, time.monotonic() + _AFTER_FAILURE_S)
 
 
-def listen(server: zmq.Socket[bytes], host: str) -> int:
+def bind_free_port(server: zmq.Socket[bytes], host: str) -> int:
     """Listens on a free port of a local address, IPv4 or IPv6. Returns the port.
 
     Raises:

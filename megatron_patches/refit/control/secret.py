@@ -20,7 +20,7 @@ from megatron_patches.refit.errors import RefitError
 
 logger = logging.getLogger(__name__)
 
-HEADER = "x-refit-secret"
+SECRET_HEADER = "x-refit-secret"  # noqa: S105 - a name, not a secret
 """Request header that carries the secret."""
 GUARDED_HEADER = "x-refit-guarded"
 """Response header of a server that checks the secret."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from megatron_patches.refit.memory.delta import Base, Delta, decode, encode
+from megatron_patches.refit.memory.delta import Base, Delta, decode_delta, encode_delta
 from megatron_patches.refit.memory.loads import Load
 from megatron_patches.refit.memory.ports import Batch, Bytes, Done, HostPort, Payload, Pending, Port, host_bytes
 from megatron_patches.refit.memory.staging import Room, StagingPool
@@ -105,12 +105,12 @@ class _HostBase:
             base = host_bytes(spots[0].payload())
         else:
             base = self._packed(load, batch)
-        changed = encode(host_bytes(payload), base, load.width)
+        changed = encode_delta(host_bytes(payload), base, load.width)
         return digests, Done(None if changed is None else Delta(self.version, changed))
 
     def unpack(self, load: Load, batch: Batch, payload: Payload, changed: int) -> Pending[None]:
         completed = self._packed(load, batch)
-        decode(host_bytes(payload), changed, completed, load.width)
+        decode_delta(host_bytes(payload), changed, completed, load.width)
         return self._port.unpack(batch, completed)
 
     def close(self) -> None:

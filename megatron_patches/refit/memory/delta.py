@@ -143,7 +143,7 @@ def delta_of(base: int, changed: int, count: int, width: int) -> Delta | None:
     return Delta(base, changed) if delta_bytes(changed, count, width) < count * width else None
 
 
-def encode(elements: Bytes, base: Bytes, width: int) -> int | None:
+def encode_delta(elements: Bytes, base: Bytes, width: int) -> int | None:
     """Replaces the elements of a load by those that changed, at the start of ``elements``.
 
     Args:
@@ -211,11 +211,11 @@ def _marked(bitmap: Bytes, count: int) -> Iterator[tuple[int, NDArray[np.intp]]]
         yield low, np.flatnonzero(bits.view(np.bool_))
 
 
-def decode(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
+def decode_delta(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
     """Puts changed elements over the base, which then holds the new version.
 
     Args:
-        payload: as :func:`encode` made it.
+        payload: as :func:`encode_delta` made it.
         changed: number of changed elements.
         base: all elements of the base; aligned to them. Its content is undefined after an error.
         width: bytes per element.

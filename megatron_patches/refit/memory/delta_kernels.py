@@ -124,8 +124,8 @@ def _put_mapped(  # type: ignore[no-untyped-def]
     tl.store(into + begin + at, tl.load(values + rank, mask=mask, other=0), mask=mask)
 
 
-def encode(elements: torch.Tensor, base: torch.Tensor, width: int, payload: torch.Tensor) -> torch.Tensor:
-    """What :func:`megatron_patches.refit.memory.delta.encode` does, on a device, bit by bit.
+def encode_delta(elements: torch.Tensor, base: torch.Tensor, width: int, payload: torch.Tensor) -> torch.Tensor:
+    """What :func:`megatron_patches.refit.memory.delta.encode_delta` does, on a device, bit by bit.
 
     Args:
         elements: bytes of all elements of the new version.
@@ -147,11 +147,11 @@ def encode(elements: torch.Tensor, base: torch.Tensor, width: int, payload: torc
     return ends[-1:]
 
 
-def decode(payload: torch.Tensor, changed: int, base: torch.Tensor, width: int) -> torch.Tensor:
-    """As :func:`megatron_patches.refit.memory.delta.decode`, on a device. Damaged payloads write nothing outside.
+def decode_delta(payload: torch.Tensor, changed: int, base: torch.Tensor, width: int) -> torch.Tensor:
+    """As :func:`megatron_patches.refit.memory.delta.decode_delta`, on a device. Damaged payloads write nothing outside.
 
     Args:
-        payload: as :func:`encode` made it, of the size that ``changed`` changes take.
+        payload: as :func:`encode_delta` made it, of the size that ``changed`` changes take.
         changed: number of changed elements, at least 1.
         base: bytes of all elements of the base, which then hold the new version.
         width: bytes per element.

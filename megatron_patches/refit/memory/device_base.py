@@ -13,7 +13,7 @@ import torch
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.memory.delta import Base, Delta, delta_bytes, delta_of
-from megatron_patches.refit.memory.device_port import DevicePort, Numbers, from_host
+from megatron_patches.refit.memory.device_port import DevicePort, PendingNumbers, from_host
 from megatron_patches.refit.memory.loads import Load
 from megatron_patches.refit.memory.ports import Batch, Payload, Pending
 from megatron_patches.refit.memory.staging import StagingPool
@@ -44,14 +44,14 @@ class DeviceBase:
 
     def pack(self, load: Load, batch: Batch, payload: Payload) -> tuple[Pending[list[int]], Pending[Delta | None]]:
         """See :class:`megatron_patches.refit.memory.base_copy.BaseCopy`."""
-        from megatron_patches.refit.memory.delta_kernels import encode
+        from megatron_patches.refit.memory.delta_kernels import encode_delta
 
         with self._port.on_stream():
             new, old = (room.of(load.nbytes)[: load.nbytes] for room in (self._new, self._old))
             digests = self._port.pack(batch, new)
             self._base.copy_out(batch, old)
             target, crossing = self._port.near(payload)
-            changes = _Changes(self._port.to_host(encode(new, old, load.width, target)), self.version, load)
+            changes = _Changes(self._port.to_host(encode_delta(new, old, load.width, target)), self.version, load)
             if crossing:
                 nbytes = changes.nbytes()
                 from_host(payload)[:nbytes].copy_(target[:nbytes])
@@ -59,7 +59,7 @@ class DeviceBase:
 
     def unpack(self, load: Load, batch: Batch, payload: Payload, changed: int) -> Pending[None]:
         """See :class:`megatron_patches.refit.memory.base_copy.BaseCopy`."""
-        from megatron_patches.refit.memory.delta_kernels import decode
+        from megatron_patches.refit.memory.delta_kernels import decode_delta
 
         with self._port.on_stream():
             completed = self._old.of(load.nbytes)[: load.nbytes]
@@ -69,7 +69,7 @@ class DeviceBase:
             source, crossing = self._port.near(payload)
             if crossing:
                 source.copy_(from_host(payload), non_blocking=True)
-            found = self._port.to_host(decode(source, changed, completed, load.width))
+            found = self._port.to_host(decode_delta(source, changed, completed, load.width))
             return _Completed(self._port.unpack(batch, completed), found, changed, load)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def _tensors(base: Base) -> Mapping[str, torch.Tensor]:
 class _Changes:
     """What a payload holds, as soon as the GPU has found out."""
 
-    def __init__(self, changed: Numbers, base: int, load: Load) -> None:
+    def __init__(self, changed: PendingNumbers, base: int, load: Load) -> None:
         self._changed, self._base, self._load = changed, base, load
 
     def done(self) -> bool:
@@ -105,7 +105,7 @@ class _Changes:
 class _Completed:
     """A load that is completed and copied to its places, and whether its changes were valid."""
 
-    def __init__(self, copied: Pending[None], found: Numbers, changed: int, load: Load) -> None:
+    def __init__(self, copied: Pending[None], found: PendingNumbers, changed: int, load: Load) -> None:
         self._copied, self._found, self._changed, self._load = copied, found, changed, load
 
     def done(self) -> bool:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from megatron_patches.refit.layout import digest as constants
 from megatron_patches.refit.memory import device_tables as fields
-from megatron_patches.refit.memory.device_tables import Shape
+from megatron_patches.refit.memory.device_tables import TileShape
 
 _WARPS = 4
 _WARP = 32
@@ -183,7 +183,7 @@ def _digit(loops: int) -> int:
 
 def move_boxes(
     move: Move,
-    shape: Shape,
+    shape: TileShape,
     values: torch.Tensor,
     packed: torch.Tensor,
     table: torch.Tensor,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.layout.dtypes import itemsize
-from megatron_patches.refit.memory.device_tables import VALUES, Shape, ShapeTable, describe
+from megatron_patches.refit.memory.device_tables import VALUES, ShapeTable, TileShape, describe
 from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Piece, Places, Spot, Writing, host_bytes
 from megatron_patches.refit.memory.staging import Room, StagingPool
 
@@ -187,14 +187,14 @@ class DevicePort:
             return from_host(payload), False
         return self._bounce.of(len(payload))[: len(payload)], True
 
-    def to_host(self, numbers: torch.Tensor) -> Numbers:
+    def to_host(self, numbers: torch.Tensor) -> PendingNumbers:
         """Queues a copy of int64 numbers to the host."""
         if self._stream is None:
-            return Numbers(numbers, None)
+            return PendingNumbers(numbers, None)
         with self.on_stream():
             host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
             host.copy_(numbers, non_blocking=True)
-            return Numbers(host, self._record())
+            return PendingNumbers(host, self._record())
 
     def _launch(self, move: str, batch: Batch, payload: torch.Tensor | None, digests: torch.Tensor | None) -> None:
         """Launches the kernel for a batch on the current stream, once for each shape of its boxes."""
@@ -214,7 +214,7 @@ class DevicePort:
 
     def _compile(
         self, batch: Batch, payload: torch.Tensor | None
-    ) -> Iterator[tuple[Shape, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[TileShape, torch.Tensor, torch.Tensor]]:
         """Shape, table and tiles of each launch for a batch; recomputed if memory has moved.
 
         The current stream waits until the memory is written.
@@ -286,7 +286,7 @@ class _Ended:
             self._event.synchronize()
 
 
-class Numbers(_Ended):
+class PendingNumbers(_Ended):
     """Numbers of 64 bits, unsigned, that a device computes."""
 
     def __init__(self, numbers: torch.Tensor, event: Any) -> None:

@@ -36,7 +36,7 @@ _VECTOR_BYTES = 16  # the most that one GPU thread reads at a time
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileShape:
     """The variant of the kernel that entries need.
 
     Attributes:
@@ -73,7 +73,7 @@ class ShapeTable:
         tiles: int32, the entry number of each tile.
     """
 
-    shape: Shape
+    shape: TileShape
     table: NDArray[np.int64]
     storages: NDArray[np.int64]
     tiles: NDArray[np.int32]
@@ -91,7 +91,7 @@ def describe(
         packed_offset: the same for the packet.
     """
     number = {name: index for index, name in enumerate(storages)}
-    found: dict[Shape, list[tuple[list[int], int]]] = defaultdict(list)
+    found: dict[TileShape, list[tuple[list[int], int]]] = defaultdict(list)
     for index, piece in enumerate(pieces):
         storage = number[piece.view.storage]
         for entry in _entries(piece, index):
@@ -100,7 +100,7 @@ def describe(
     return [_part(shape, entries) for shape, entries in found.items()]
 
 
-def _part(shape: Shape, entries: Sequence[tuple[list[int], int]]) -> ShapeTable:
+def _part(shape: TileShape, entries: Sequence[tuple[list[int], int]]) -> ShapeTable:
     table = np.array([entry for entry, _ in entries], dtype=np.int64)
     down = -(-table[:, ROWS] // (shape.rows * shape.loops))
     counts = down * -(-table[:, COLUMNS] // shape.columns)
@@ -158,9 +158,9 @@ def _merged(extents: Sequence[int], steps: Sequence[int], indices: Sequence[int]
     return merged
 
 
-def _shape(entry: Sequence[int], width: int, offset: int) -> Shape:
+def _shape(entry: Sequence[int], width: int, offset: int) -> TileShape:
     vector = _VECTOR_BYTES // width
     places = [entry[field] for field in (VALUES, PACKED, COLUMNS, STEP0, STEP1, STEP2)]
     aligned = entry[COLUMN_STEP] == 1 and offset == 0 and all(place % vector == 0 for place in places)
     nested = entry[ROWS] != entry[EXTENT2]
-    return Shape(width, aligned, nested, min(_MOST_COLUMNS, 1 << math.ceil(math.log2(entry[COLUMNS]))))
+    return TileShape(width, aligned, nested, min(_MOST_COLUMNS, 1 << math.ceil(math.log2(entry[COLUMNS]))))

@@ -9,7 +9,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.traits import ModelTraits
 
 
-def check_same_model(found: Sequence[tuple[str, ModelTraits]], kind: type[RefitError]) -> None:
+def check_ranks_agree(found: Sequence[tuple[str, ModelTraits]], kind: type[RefitError]) -> None:
     """Compares the ranks' architectures and traits.
 
     Args:

@@ -11,7 +11,7 @@ from megatron_patches.refit.memory.staging import useful_bytes
 from megatron_patches.refit.planning.plan import Link, Plan
 from megatron_patches.refit.transports.base import Offer, TransportName
 from megatron_patches.refit.transports.memory_mode import MemoryMode, may_go_directly
-from megatron_patches.refit.transports.nics import AUTO
+from megatron_patches.refit.transports.nics import AUTO_NICS
 
 _LOAD_BYTES = {TransportName.C10D: 512 << 20}
 """Largest direct load per transport, where not the default. Over NCCL each load costs the host about 0.4 ms."""
@@ -39,7 +39,7 @@ class LinkOptions:
     payload: PayloadKind = PayloadKind.WHOLE
     direct_bytes: int = DEFAULT_TERMS.direct_bytes
     load_bytes: int | None = None
-    nics: str = AUTO
+    nics: str = AUTO_NICS
 
 
 def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:

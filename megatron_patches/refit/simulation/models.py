@@ -65,7 +65,7 @@ MODELS: Mapping[str, Mapping[str, object]] = {
 """Content of ``config.json`` by name, without entries that affect no tensor. Kimi K2 has 1.03e12 parameters."""
 
 
-def config_of(model: str) -> Mapping[str, object]:
+def known_config(model: str) -> Mapping[str, object]:
     """The configuration of a model in ``MODELS``, or from a file.
 
     Args:

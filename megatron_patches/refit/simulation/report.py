@@ -28,7 +28,7 @@ class LinkSpeeds:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Link:
+class LinkTraffic:
     """Total that one source sends to one destination.
 
     Attributes:
@@ -56,7 +56,7 @@ class Traffic:
         ingress_seconds: least time for the busiest destination to receive its bytes.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[LinkTraffic, ...]
     sent: Mapping[int, int]
     received: Mapping[int, int]
     egress_seconds: float
@@ -80,7 +80,7 @@ def traffic_of(
     host_of_source = {manifest.rank: manifest.host for manifest in sources}
     host_of_destination = {manifest.rank: manifest.host for manifest in destinations}
     links = tuple(
-        Link(
+        LinkTraffic(
             source,
             destination,
             nbytes,

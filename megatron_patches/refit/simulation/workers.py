@@ -17,8 +17,7 @@ from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.simulation.fleet import NOTHING, Fleet
 from megatron_patches.refit.transports.base import Offer, TransportName
 from megatron_patches.refit.transports.frames import SECRET_BYTES
-from megatron_patches.refit.transports.messages import Hello
-from megatron_patches.refit.transports.messages import encode as encode_message
+from megatron_patches.refit.transports.messages import Hello, encode_message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.memory.ports import Memory
-from megatron_patches.refit.source.modules import ModuleSource, config_of, plain_path, unwrapped
+from megatron_patches.refit.source.modules import ModuleSource, config_of, plain_path, unwrapped_module
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class AdapterSource(ModuleSource):
     def __init__(self, module: torch.nn.Module, adapter: str = "default") -> None:
         import torch
 
-        inner: Any = unwrapped(module)
+        inner: Any = unwrapped_module(module)
         super().__init__(module, config_of(inner.get_base_model() if hasattr(inner, "get_base_model") else inner))
         self._adapter = adapter
         self._scales = {

@@ -28,7 +28,7 @@ _CHUNK = 1 << 24  # elements that PyTorch quantizes at a time, because they take
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """One box of a weight, with two dimensions.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
             for low, high, extent in zip(self.box.start, self.box.stop, self.extents, strict=True)
         )
 
-    def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> Part:
+    def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> BlockPart:
         """A part of it: a range of rows and a range of columns of the weight."""
         box = self.box.with_range(0, *rows).with_range(1, *columns)
         down, right = (low // BLOCK - first // BLOCK for low, first in zip(box.start, self.box.start, strict=True))
@@ -86,7 +86,7 @@ class BlockParts(ABC):
     """
 
     @abstractmethod
-    def __init__(self, parts: Sequence[Part], quantized: FlatMemory, *, power_of_two: bool) -> None: ...
+    def __init__(self, parts: Sequence[BlockPart], quantized: FlatMemory, *, power_of_two: bool) -> None: ...
 
     @abstractmethod
     def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class BlockParts(ABC):
 class HostParts(BlockParts):
     """With PyTorch; see :class:`BlockParts`."""
 
-    def __init__(self, parts: Sequence[Part], quantized: FlatMemory, *, power_of_two: bool) -> None:
+    def __init__(self, parts: Sequence[BlockPart], quantized: FlatMemory, *, power_of_two: bool) -> None:
         self._parts = [chunk for part in parts for chunk in _chunks(part)]
         self._quantized, self._power_of_two = quantized, power_of_two
 
@@ -154,8 +154,8 @@ class _Group:
         completes: storages, of weights and of scales, that later groups do not write to.
     """
 
-    whole: Sequence[Part]
-    others: Sequence[Part]
+    whole: Sequence[BlockPart]
+    others: Sequence[BlockPart]
     completes: Sequence[str]
 
 
@@ -166,7 +166,7 @@ class KernelParts(BlockParts):
         RefitError: if the elements of a row are not adjacent.
     """
 
-    def __init__(self, parts: Sequence[Part], quantized: FlatMemory, *, power_of_two: bool) -> None:
+    def __init__(self, parts: Sequence[BlockPart], quantized: FlatMemory, *, power_of_two: bool) -> None:
         for part in parts:
             if part.view.shape[1] > 1 and part.view.strides[1] != 1:
                 raise RefitError(f"{part.box} lies transposed in the trainer's memory, where it cannot be quantized")
@@ -202,7 +202,7 @@ class KernelParts(BlockParts):
                 kernels.cast(table, scales)
             written(group.completes)
 
-    def _tables_of(self, pieces: Sequence[Part], weights: FlatMemory) -> list[TileTable]:
+    def _tables_of(self, pieces: Sequence[BlockPart], weights: FlatMemory) -> list[TileTable]:
         from etp.formats.kernels import Tiled, tables_of
 
         return tables_of(
@@ -216,10 +216,10 @@ class KernelParts(BlockParts):
         )
 
 
-def _grouped(parts: Sequence[Part]) -> list[_Group]:
+def _grouped(parts: Sequence[BlockPart]) -> list[_Group]:
     """Groups of about equal size, in order."""
     size = sum(part.box.volume for part in parts) / _GROUPS
-    groups: list[list[Part]] = [[]]
+    groups: list[list[BlockPart]] = [[]]
     filled = 0
     for part in parts:
         if filled >= size * len(groups):
@@ -244,7 +244,7 @@ def _grouped(parts: Sequence[Part]) -> list[_Group]:
     ]
 
 
-def _at_block_borders(part: Part) -> Iterator[Part]:
+def _at_block_borders(part: BlockPart) -> Iterator[BlockPart]:
     """Cuts off the blocks that begin or end within the part, so that the first block of each piece is its own."""
     bands = []
     for low, high in zip(part.box.start, part.box.stop, strict=True):
@@ -255,7 +255,7 @@ def _at_block_borders(part: Part) -> Iterator[Part]:
         yield part.cut(rows, columns)
 
 
-def _chunks(part: Part) -> Iterator[Part]:
+def _chunks(part: BlockPart) -> Iterator[BlockPart]:
     """Some rows of blocks at a time."""
     low, high = part.box.start[0], part.box.stop[0]
     step = max(1, _CHUNK // (part.blocks[1] * BLOCK * BLOCK)) * BLOCK
@@ -263,7 +263,7 @@ def _chunks(part: Part) -> Iterator[Part]:
         yield part.cut(rows, (part.box.start[1], part.box.stop[1]))
 
 
-def _blocks(part: Part, weights: FlatMemory) -> torch.Tensor:
+def _blocks(part: BlockPart, weights: FlatMemory) -> torch.Tensor:
     """The elements of a part's blocks, ``[down, 128, across, 128]``; 0 where a block is not the part's."""
     down, across = part.blocks
     (above, left), (rows, columns) = (low % BLOCK for low in part.box.start), part.box.shape

@@ -30,17 +30,16 @@ from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.layout.weight_format import (
     BLOCK,
     QUANTIZED,
+    Shape,
     blocks_of,
     quantized_weights,
     scales_of,
 )
-from megatron_patches.refit.source.block_parts import BlockParts, HostParts, KernelParts, Part
+from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, HostParts, KernelParts
 
 if TYPE_CHECKING:
     from megatron_patches.refit.control.exchange import Exchange
     from megatron_patches.refit.memory.ports import Memory
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,11 @@ class _Grid:
             offset = sum((low - first) * step for low, first, step in zip(box.start, self.first, strides, strict=True))
             yield Placement(box, View(scales_of(self.tensor), offset, box.shape, strides))
 
-    def part(self, one: Placement, place: int) -> Part:
+    def part(self, one: Placement, place: int) -> BlockPart:
         """One of the boxes, given the place of the rectangle's first block among all blocks of the rank."""
         down, right = (low // BLOCK - first for low, first in zip(one.box.start, self.first, strict=True))
         pitch = self.blocks[1]
-        return Part(one.box, one.view, self.shape, place + down * pitch + right, pitch)
+        return BlockPart(one.box, one.view, self.shape, place + down * pitch + right, pitch)
 
     def incomplete(self) -> NDArray[np.int64]:
         """Places in the rectangle of the blocks of which the rank has a part but not all, ascending."""

@@ -39,7 +39,7 @@ class RowLayout(Protocol):
 
 
 @runtime_checkable
-class ShardedParameter(Protocol):
+class RowShardedWeight(Protocol):
     """A weight that holds one shard of its rows."""
 
     layout: RowLayout
@@ -85,7 +85,7 @@ def flat_memory(name: str, data: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+def unwrapped_chunk(chunk: torch.nn.Module) -> torch.nn.Module:
     """The GPTModel inside wrappers such as DDP and Float16Module, which all keep it as ``module``."""
     import torch
 
@@ -109,7 +109,7 @@ def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | N
         UnsupportedModelError: if a parameter holds quantized values, or is a DTensor.
     """
     for number, chunk in enumerate(chunks):
-        model = unwrapped(chunk)
+        model = unwrapped_chunk(chunk)
         groups = getattr(model, "pg_collection", None)
         dense_group = tp_group if tp_group is not None else getattr(groups, "tp", None)
         for local_name, param in _kept_tensors(model):
@@ -175,7 +175,7 @@ def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGro
             f"no tensor corresponds to {name}, which is a single number; where it is a buffer, register it with "
             "persistent=False, as no checkpoint that is written here has it"
         )
-    if isinstance(param, ShardedParameter):
+    if isinstance(param, RowShardedWeight):
         rank = param.group.rank()
         shape, rows = tuple(param.layout.shape), param.layout.logical_range(rank)
         if held_shape != tuple(param.layout.shard_shape):

@@ -21,7 +21,7 @@ from megatron_patches.refit.source.describe import (
     describe_model,
     float32_keepers,
     held_tensors,
-    unwrapped,
+    unwrapped_chunk,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def describe_rank(
     Raises:
         RefitError: if the model has no Hugging Face form, or a parameter has no counterpart in it.
     """
-    family = family_of(unwrapped(chunks[0]), vocab_size)
+    family = family_of(unwrapped_chunk(chunks[0]), vocab_size)
     shards: list[ParamShard] = []
     storages: list[Storage] = []
     held: list[Placement] = []
@@ -153,7 +153,7 @@ class LiveMemory:
         return memory_of((live.shard.storage, live.shard.name, live.memory) for live in self._shards)
 
     def _describe(self) -> None:
-        models = [unwrapped(chunk) for chunk in self._chunks]
+        models = [unwrapped_chunk(chunk) for chunk in self._chunks]
         self._restores = [restore for model in models for restore in float32_keepers(model)]
         self._shards = list(describe_model(self._chunks, self._tp_group))
         self._held = [held_tensors(model) for model in models]
@@ -163,7 +163,7 @@ class LiveMemory:
 
     def _same(self) -> bool:
         """Whether the description is still valid."""
-        found = [held_tensors(unwrapped(chunk)) for chunk in self._chunks]
+        found = [held_tensors(unwrapped_chunk(chunk)) for chunk in self._chunks]
         if list(map(len, found)) != list(map(len, self._held)):
             return False
         if not all(map(operator.is_, chain.from_iterable(found), chain.from_iterable(self._held))):
@@ -215,7 +215,7 @@ def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> Memory:
     on_host: list[str] = []
     for storage, name, memory in parts:
         if memory.is_cpu:
-            arrays[storage] = bits_of(memory)
+            arrays[storage] = host_bits(memory)
             on_host.append(name)
         else:
             tensors[storage] = memory
@@ -227,7 +227,7 @@ def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> Memory:
     return tensors or arrays
 
 
-def bits_of(memory: torch.Tensor) -> Bits:
+def host_bits(memory: torch.Tensor) -> Bits:
     """A parameter's memory as unsigned integers of the elements' width; shared if on the CPU, otherwise copied.
 
     Args:

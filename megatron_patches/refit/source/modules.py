@@ -20,7 +20,7 @@ from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
 from megatron_patches.refit.layout.dtypes import ITEMSIZE
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.ports import Memory
-from megatron_patches.refit.source.describe import ShardedParameter, flat_memory, held_tensors
+from megatron_patches.refit.source.describe import RowShardedWeight, flat_memory, held_tensors
 from megatron_patches.refit.source.live import memory_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ModuleSource:
     """
 
     def __init__(self, module: torch.nn.Module, config: Mapping[str, Any] | None = None) -> None:
-        self._module = unwrapped(module)
+        self._module = unwrapped_module(module)
         self._config = config_of(self._module) if config is None else dict(config)
         self._held: list[_Held] = []
         self._present: list[torch.Tensor | None] = []
@@ -209,7 +209,7 @@ def _extent_of(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[
 
     if isinstance(tensor, DTensor):
         return _extent_of_dtensor(name, tensor)
-    if isinstance(tensor, ShardedParameter):
+    if isinstance(tensor, RowShardedWeight):
         shape, held = tuple(tensor.layout.shape), tuple(tensor.shape)
         if held != tuple(tensor.layout.shard_shape):
             raise RefitError(f"{name} has shape {held}; its layout's shards have {tuple(tensor.layout.shard_shape)}")
@@ -277,7 +277,7 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     kind = type(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    if not isinstance(tensor, ShardedParameter) and kind not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+    if not isinstance(tensor, RowShardedWeight) and kind not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         raise UnsupportedModelError(f"{name} is of type {kind.__name__}, neither a plain tensor nor a known shard")
     local = _elements(tensor)
     if local.device.type == "meta" or local.layout is not torch.strided:
@@ -293,7 +293,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.data
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrapped_module(module: torch.nn.Module) -> torch.nn.Module:
     """The model in wrappers that hold all of it.
 
     Raises:

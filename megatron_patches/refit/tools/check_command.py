@@ -71,7 +71,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "prompts, and the model of the checkpoint says how likely it finds each of their tokens. After the push both "
         "must agree.",
     )
-    push_command.add_options(check, "checking")
+    push_command.add_push_options(check, "checking")
     check.add_argument(
         "--samples", type=_positive, default=16, metavar="N", help="of each server; %(default)s by default"
     )

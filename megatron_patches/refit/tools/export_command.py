@@ -25,7 +25,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Writes a Megatron checkpoint (torch_dist) as a Hugging Face checkpoint. Alone, one process holds "
         "the model; under torchrun it is sharded as asked, and no process ever holds a full tensor.",
     )
-    checkpoint_model.add_options(export, "exporting")
+    checkpoint_model.add_checkpoint_options(export, "exporting")
     export.add_argument("--output", type=Path, required=True, help="directory for the Hugging Face checkpoint")
     export.add_argument("--max-shard-size", type=parse_size, default=parse_size("5GB"), help="most bytes in a file")
     export.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint at --output")

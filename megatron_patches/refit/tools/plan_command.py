@@ -28,7 +28,7 @@ from megatron_patches.refit.simulation.sampling import sample_layers
 from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 
-ROWS = 16
+_ROWS = 16
 """Most rows of a table; the JSON has all."""
 MOST_ELEMENT_BYTES = 8
 _MOST_RANKS = 1 << 14
@@ -260,14 +260,14 @@ def print_outcome(outcome: PlanOutcome, out: TextIO) -> None:
         table.add_column("sent" if title == "source" else "received", justify="right")
         table.add_column("of the mean", justify="right")
         mean = plan.nbytes / max(1, len(totals))
-        for rank, nbytes in sorted(totals.items(), key=lambda item: (-item[1], item[0]))[:ROWS]:
+        for rank, nbytes in sorted(totals.items(), key=lambda item: (-item[1], item[0]))[:_ROWS]:
             table.add_row(str(rank), size_text(nbytes), f"{nbytes / mean:.3f}")
         table.caption = _left_out(len(totals))
         console.print(table)
     table = Table(title="bytes by link", title_justify="left", caption=_left_out(len(traffic.links)))
     for name in ("source", "destination", "sent", "over"):
         table.add_column(name, justify="right")
-    for link in sorted(traffic.links, key=lambda item: (-item.nbytes, item.source, item.destination))[:ROWS]:
+    for link in sorted(traffic.links, key=lambda item: (-item.nbytes, item.source, item.destination))[:_ROWS]:
         over = "host" if link.within_host else "network"
         table.add_row(str(link.source), str(link.destination), size_text(link.nbytes), over)
     console.print(table)
@@ -319,4 +319,4 @@ def _proved(outcome: PlanOutcome) -> str:
 
 
 def _left_out(count: int) -> str | None:
-    return f"the largest {ROWS} of {count}; all with --json" if count > ROWS else None
+    return f"the largest {_ROWS} of {count}; all with --json" if count > _ROWS else None

@@ -25,17 +25,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "with the weight-transfer backend 'etp'. Alone, one process holds the model; under torchrun it is sharded as "
         "asked. If anything fails, the servers go on with the weights that they had.",
     )
-    add_options(push, "pushing")
+    add_push_options(push, "pushing")
 
 
-def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
+def add_push_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
     """Adds the options that say which checkpoint to push, to which servers, and how.
 
     Args:
         parser: parser of the command.
         while_doing: "pushing", for the help.
     """
-    checkpoint_model.add_options(parser, while_doing)
+    checkpoint_model.add_checkpoint_options(parser, while_doing)
     parser.add_argument("--engines", nargs="+", required=True, metavar="URL", help="base URLs of the servers")
     parser.add_argument("--version", type=int, help="number of the weights; the checkpoint's iteration by default")
     push_flags.add_flags(parser)
@@ -61,7 +61,7 @@ def session_of(options: argparse.Namespace, progress: Progress) -> Iterator[tupl
     """A session that the options describe, and the checkpoint's model. Collective.
 
     Args:
-        options: of :func:`add_options`.
+        options: of :func:`add_push_options`.
         progress: receives the phases of loading.
 
     Raises:

@@ -18,12 +18,12 @@ from megatron_patches.refit.progress import Progress, shown_progress
 from megatron_patches.refit.simulation.cluster import Hosts, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.fleet import Sides
 from megatron_patches.refit.simulation.live_refusals import check_live
-from megatron_patches.refit.simulation.models import MODELS, config_of
+from megatron_patches.refit.simulation.models import MODELS, known_config
 from megatron_patches.refit.simulation.simulate import SampleSize, SimulatedFanOut, Simulation, WorkerKind, simulate
 from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.tools.plan_command import of_flag
 
-ROWS = 12
+_ROWS = 12
 """Most waves in the table; the JSON has all."""
 _FIGURES = ("seconds", "messages", "received_bytes", "sent_bytes", "peers", "requests", "weight_bytes")
 
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     """
     if options.json is not None and not options.json.parent.is_dir():  # before minutes of work
         raise RefitError(f"--json: there is no directory {options.json.parent}")
-    config = config_of(options.model)
+    config = known_config(options.model)
     family = family_from_config(config)
     check_live(config, family.architecture)
     trainer = of_flag("--from", lambda: trainer_mesh(options.trainer))
@@ -280,14 +280,14 @@ def _wave_table(found: SimulatedFanOut) -> object:
         title=f"waves to {found.replicas} of such engines; the trainer serves {found.copies:.3g} at a time, one in "
         f"{found.unit_seconds:.3g} s at best",
         title_justify="left",
-        caption=f"the first {ROWS} of {len(found.waves)}; all with --json" if len(found.waves) > ROWS else None,
+        caption=f"the first {_ROWS} of {len(found.waves)}; all with --json" if len(found.waves) > _ROWS else None,
     )
     for name in ("wave", "ends", "servers", "served", "committed", "in all"):
         table.add_column(name, justify="right")
     done = 0
     for number, wave in enumerate(found.waves, 1):
         done += len(wave.committed)
-        if number <= ROWS:
+        if number <= _ROWS:
             table.add_row(
                 str(number),
                 f"{float(wave.end) * found.unit_seconds:.3g} s",

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA = 1
+CANDIDATES_SCHEMA = 1
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -50,10 +50,10 @@ class Candidates(msgspec.Struct, frozen=True):
 
 def candidates_of(version: int, sources: Sequence[Source], waiting: Sequence[str]) -> Candidates:
     """The document, with its digest."""
-    found = Candidates(SCHEMA, version, sources, waiting, "")
+    found = Candidates(CANDIDATES_SCHEMA, version, sources, waiting, "")
     return msgspec.structs.replace(found, digest=hashlib.sha256(msgspec.json.encode(found)).hexdigest())
 
 
-def encode(candidates: Candidates) -> str:
+def candidates_json(candidates: Candidates) -> str:
     """The document as JSON, with its keys in the order above and without blanks."""
     return msgspec.json.encode(candidates).decode()

@@ -213,7 +213,7 @@ class HttpEngine:
         self._lease.take(self._paused_by, self._lease_s)
         route = "pause?" if mode is PauseMode.KEEP else "sleep?level=0&"
         try:
-            self._http.call("POST", f"{route}mode={mode.value}", headers={lease.HEADER: self._paused_by})
+            self._http.call("POST", f"{route}mode={mode.value}", headers={lease.LEASE_HEADER: self._paused_by})
         except BaseException:
             with suppress(RefitError):  # raise the reason why it could not be paused
                 self.resume(reset_cache=False)

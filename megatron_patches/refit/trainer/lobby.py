@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.z85 import decode as raw_key
 
 from megatron_patches.refit.control.messages import TICK_S, Invitation, decode, endpoint
-from megatron_patches.refit.control.rendezvous import listen
+from megatron_patches.refit.control.rendezvous import bind_free_port
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.trainer.push_orders import Newcomer
 
@@ -54,7 +54,7 @@ class Announcer:
         public, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_server = True
         try:
-            port = listen(self._socket, host)
+            port = bind_free_port(self._socket, host)
         except PartyFailedError:
             self._context.destroy(linger=0)
             raise

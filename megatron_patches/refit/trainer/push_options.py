@@ -15,8 +15,7 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.trainer.engines import PauseMode, SleepMode
 from megatron_patches.refit.transports.base import TransportName, named_transport
 from megatron_patches.refit.transports.memory_mode import MemoryMode
-from megatron_patches.refit.transports.nics import AUTO as AUTO_NICS
-from megatron_patches.refit.transports.nics import parse_nics
+from megatron_patches.refit.transports.nics import AUTO_NICS, parse_nics
 
 _LEAST_STAGING_BYTES = 4096
 

@@ -24,7 +24,7 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.memory.delta import PayloadKind, Snapshot
 from megatron_patches.refit.source.kv_scale_source import KVScaleSource
 from megatron_patches.refit.source.weight_source import Once, WeightSource, settled, source_of
-from megatron_patches.refit.trainer.candidates import encode
+from megatron_patches.refit.trainer.candidates import candidates_json
 from megatron_patches.refit.trainer.coordinator import Coordinator
 from megatron_patches.refit.trainer.engines import EngineClient
 from megatron_patches.refit.trainer.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
@@ -215,7 +215,7 @@ class RefitSession:
         fan_out = self._on_the_first_rank.fan_out
         if fan_out is None:
             raise RefitError("engines send nothing to each other: the option fan_out is off, or prepare() is missing")
-        return encode(fan_out.candidates())
+        return candidates_json(fan_out.candidates())
 
     def state(self) -> Mapping[str, Standing]:
         """The state of each engine's subscription, and on the first rank whom it waits for. Any thread may ask."""

@@ -19,7 +19,7 @@ from megatron_patches.refit.errors import RefitError
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+TELEMETRY_SCHEMA = 1
 """Version of the JSON lines' schema, which docs/live_refit.md documents."""
 
 
@@ -168,7 +168,7 @@ class Telemetry:
                 self._metrics.add(cost)
             if self._file is not None:
                 try:
-                    _append(self._file, dumps({"schema": SCHEMA, "time": time.time(), **asdict(cost)}))
+                    _append(self._file, dumps({"schema": TELEMETRY_SCHEMA, "time": time.time(), **asdict(cost)}))
                 except OSError as error:  # a full disk must not cost an engine its version
                     logger.warning(
                         "refit: version %d of %s is missing in %s, to which telemetry cannot be appended (%s); make "

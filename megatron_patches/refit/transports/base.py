@@ -27,7 +27,7 @@ from megatron_patches.refit.memory.loads import Load, Reach
 from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.transports.frames import Patience
-from megatron_patches.refit.transports.nics import AUTO as AUTO_NICS
+from megatron_patches.refit.transports.nics import AUTO_NICS
 from megatron_patches.refit.transports.turns import Turns
 
 Check = Callable[[], None]

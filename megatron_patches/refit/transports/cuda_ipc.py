@@ -142,7 +142,7 @@ def _asking(connection: socket.socket, patience: Patience) -> Fetch:
     def fetch(numbers: Sequence[int], use: Callable[[int, int], None]) -> None:
         for batch in batched(numbers, frames.MOST_DESCRIPTORS):
             frames.send_all(connection, messages.SLOT.pack(messages.ASK), patience)
-            frames.send(connection, messages.encode(batch), patience)
+            frames.send(connection, messages.encode_message(batch), patience)
             descriptors = frames.receive_descriptors(connection, len(batch), patience)
             try:
                 for number, descriptor in zip(batch, descriptors, strict=True):

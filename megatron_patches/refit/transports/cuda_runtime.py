@@ -21,7 +21,7 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaDriver
-from megatron_patches.refit.transports.direct_copies import Numbers, Rows
+from megatron_patches.refit.transports.direct_copies import Int64s, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -78,7 +78,7 @@ class _Library:
         """Starts to copy bytes; raises as :meth:`call`."""
         self._check("cudaMemcpyAsync", self._copy(target, source, nbytes, _COPY_KIND, stream))
 
-    def copy_batch(self, targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int) -> None:
+    def copy_batch(self, targets: Int64s, sources: Int64s, nbytes: Int64s, stream: int) -> None:
         """Starts copies in one call, in any order; raises as :meth:`call`. Not for the default stream."""
         where = (numbers.ctypes.data for numbers in (targets, sources, nbytes))
         attributes = ctypes.addressof(_IN_STREAM_ORDER), ctypes.addressof(_FROM_THE_FIRST), 1
@@ -373,7 +373,7 @@ class CudaCopier:
     def __init__(self, library: _Library, device: torch.device, streams: CopyStreams) -> None:
         self._library, self._device, self._streams, self._used = library, device, streams, set[int]()
 
-    def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
+    def runs(self, sources: Int64s, targets: Int64s, nbytes: Int64s) -> None:
         """Starts to copy runs of bytes, in any order.
 
         Args:

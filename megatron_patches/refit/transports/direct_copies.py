@@ -15,7 +15,7 @@ from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.memory.loads import Load
 from megatron_patches.refit.planning.transfers import Transfer
 
-type Numbers = NDArray[np.int64]
+type Int64s = NDArray[np.int64]
 
 type End = tuple[int, int, int, int]
 """Index of a storage and an offset in bytes, at the source; the same at the target."""
@@ -49,17 +49,17 @@ class Ends:
         target_offset: ``[copies]``, first byte in the target storage.
     """
 
-    source: Numbers
-    source_offset: Numbers
-    target: Numbers
-    target_offset: Numbers
+    source: Int64s
+    source_offset: Int64s
+    target: Int64s
+    target_offset: Int64s
 
     @classmethod
     def of(cls, found: Sequence[End]) -> Self:
         """Makes the arrays from a list."""
         return cls(*np.array(found, dtype=np.int64).reshape(-1, 4).T.copy())
 
-    def addresses(self, sources: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
+    def addresses(self, sources: Int64s, targets: Int64s) -> tuple[Int64s, Int64s]:
         """Addresses at both ends, given the addresses of the storages."""
         return sources[self.source] + self.source_offset, targets[self.target] + self.target_offset
 
@@ -82,7 +82,7 @@ class DirectCopies:
     first_reads: list[int]
     first_boxes: list[int]
     runs: Ends
-    nbytes: Numbers
+    nbytes: Int64s
     pitched: Ends
     rows: list[Rows]
 

@@ -40,7 +40,7 @@ class Told(msgspec.Struct, tag=True, array_like=True):
 
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_message = msgspec.msgpack.Decoder(Told | Packet).decode
-encode = msgspec.msgpack.Encoder().encode
+encode_message = msgspec.msgpack.Encoder().encode
 decode_numbers = msgspec.msgpack.Decoder(list[int]).decode
 SLOT = struct.Struct("<B")
 TAKEN = 254

@@ -25,7 +25,7 @@ from megatron_patches.refit.errors import RefitError
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
+AUTO_NICS = "auto"
 """Option value for the RDMA NICs that are closest to the GPU."""
 ALL = "all"
 """Option value that leaves the choice to UCX."""
@@ -99,7 +99,7 @@ def parse_nics(text: str) -> Mapping[str, Sequence[str]]:
     Raises:
         ValueError: if it is none of these.
     """
-    if text in (AUTO, ALL):
+    if text in (AUTO_NICS, ALL):
         return {}
     found: dict[str | None, list[str]] = {}
     for item in text.split(","):
@@ -108,7 +108,7 @@ def parse_nics(text: str) -> Mapping[str, Sequence[str]]:
     named = [name for names in found.values() for name in names]
     if None in found or ("" in found and len(found) > 1) or not all(map(_NAME.fullmatch, named)):
         raise ValueError(
-            f"nics is {text!r}; it must be {AUTO}, {ALL}, NICs such as mlx5_0,mlx5_1, or NICs of each GPU such as "
+            f"nics is {text!r}; it must be {AUTO_NICS}, {ALL}, NICs such as mlx5_0,mlx5_1, or NICs of each GPU such as "
             "0=mlx5_0+mlx5_1,1=mlx5_2"
         )
     return {gpu: names for gpu, names in found.items() if gpu is not None}

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.memory.ports import Bits, Payload
-from megatron_patches.refit.transports.nics import AUTO, chosen_nics
+from megatron_patches.refit.transports.nics import AUTO_NICS, chosen_nics
 
 # The package nixl loads the variant that fits the machine's CUDA. The variants alone work without GPUs, too.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -127,7 +127,7 @@ class NixlAgent:
         RefitError: if NIXL is not installed, or none of the NICs can be used.
     """
 
-    def __init__(self, party: int, device: str, host: str, nics: str = AUTO) -> None:
+    def __init__(self, party: int, device: str, host: str, nics: str = AUTO_NICS) -> None:
         api = load_api()
         on_host = device == "cpu"
         if not on_host:

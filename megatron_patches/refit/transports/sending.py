@@ -135,7 +135,7 @@ class SendingEnd:
         told = self._transport.begin(memory)
         if told is None:
             return
-        message = messages.encode(messages.Told(told))
+        message = messages.encode_message(messages.Told(told))
         for destination, link in self._links.items():
             patience = self._patience(f"destination rank {destination} to listen", check)
             link.told = True
@@ -163,7 +163,7 @@ class SendingEnd:
             try:
                 frames.send_all(connection, offers[peer].secret, patience)
                 hello = messages.Hello(self._place.party, digests[destination], size)
-                frames.send(connection, messages.encode(hello), patience)
+                frames.send(connection, messages.encode_message(hello), patience)
                 end = LinkEnd(connection=connection, peer=peer, slot_bytes=size, patience=patience)
                 self._links[destination] = _Outgoing(connection, self._transport.outgoing(end))
             except BaseException:
@@ -268,7 +268,7 @@ class SendingEnd:
 
     def _announce(self, packet: Packet, check: Check) -> None:
         patience = self._patience(f"destination rank {packet.destination} to take a packet", check)
-        frames.send(self._links[packet.destination].connection, messages.encode(packet), patience)
+        frames.send(self._links[packet.destination].connection, messages.encode_message(packet), patience)
 
     def _patience(self, what: str, check: Check) -> Patience:
         """A wait for a message to a destination, during which returned slots are collected.

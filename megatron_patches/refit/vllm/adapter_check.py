@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLi
 from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
 from megatron_patches.refit.errors import ModelMismatchError, UnsupportedEngineError
 from megatron_patches.refit.layout.boxes import TensorSpec
-from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases import installed_release
 
 _NAMED = 3
 
@@ -57,7 +57,7 @@ def check_adapter(manager: Any, tensors: Sequence[TensorSpec]) -> None:
     shapes = {spec.name: spec.shape for spec in tensors}
     reasons = []
     sizes = _sizes(manager)
-    mapper = installed().adapter_names(manager.model)
+    mapper = installed_release().adapter_names(manager.model)
     most = manager.lora_config.max_lora_rank
     for name in (name for name in shapes if name.endswith(SCALE)):
         prefix = name.removesuffix(SCALE)

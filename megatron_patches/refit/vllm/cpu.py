@@ -17,7 +17,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked up by name
 _APPLIED = "_etp_applied"  # attribute of a changed function; others may have wrapped the same function before
 
 
-def apply() -> None:
+def adapt_to_cpu() -> None:
     """Keeps linear weights in place, and keeps the shared memory of one engine's workers apart from another's."""
     from vllm import _custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed

@@ -33,7 +33,7 @@ from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
 from megatron_patches.refit.vllm.joining import Joining
 from megatron_patches.refit.vllm.refit_call import RefitCall, read_call
-from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
-        installed()  # refuse a modified vLLM before it serves
+        installed_release()  # refuse a modified vLLM before it serves
         super().__init__(config, vllm_config, device, model)
         self.version = 0
         self._settings = settings_of(vllm_config.additional_config)

@@ -14,7 +14,7 @@ from vllm.device_allocator.cumem import CuMemAllocator
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedEngineError
 from megatron_patches.refit.vllm.layers import join
-from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.releases.release import tensors_of
 from megatron_patches.refit.vllm.swap import span_of
 
@@ -27,7 +27,7 @@ def check_options(config: VllmConfig) -> None:
     Raises:
         UnsupportedEngineError: with every such option.
     """
-    reasons = list(installed().refusals(config))
+    reasons = list(installed_release().refusals(config))
     if reasons:
         raise UnsupportedEngineError(f"weights cannot be pushed into this engine: {'; '.join(reasons)}")
 
@@ -38,7 +38,7 @@ def check_derivations(model: nn.Module) -> None:
     Raises:
         UnsupportedEngineError: with the layer.
     """
-    vllm = installed()
+    vllm = installed_release()
     for path, layer in model.named_modules():
         if vllm.derives_by_itself(layer):
             raise UnsupportedEngineError(
@@ -59,7 +59,7 @@ def wanted_parameters(model: nn.Module) -> set[str]:
 
     Scales of its KV cache are not among them: an engine keeps those that it has.
     """
-    vllm = installed()
+    vllm = installed_release()
     return {
         join(path, name)
         for path, layer in model.named_modules()

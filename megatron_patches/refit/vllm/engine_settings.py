@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.transports.nics import AUTO, parse_nics
+from megatron_patches.refit.transports.nics import AUTO_NICS, parse_nics
 
 SECTION = "etp"
 UNGUARDED = f'{{"{SECTION}": {{"unguarded": true}}}}'
@@ -34,7 +34,7 @@ class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
 
     trainers: list[str] | None = None
     unguarded: bool = False
-    nics: str = AUTO
+    nics: str = AUTO_NICS
 
     def check_trainer(self, host: str, port: int) -> None:
         """Refuses a trainer's address that is not allowed.

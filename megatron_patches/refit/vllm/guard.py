@@ -23,7 +23,7 @@ import logging
 
 from megatron_patches.refit.control import lease
 from megatron_patches.refit.control.adapter_names import ADAPTER_ROUTE
-from megatron_patches.refit.control.secret import HEADER, Secret, read_or_make_secret
+from megatron_patches.refit.control.secret import SECRET_HEADER, Secret, read_or_make_secret
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.vllm.adapter_route import add_adapter
 from megatron_patches.refit.vllm.asgi import GUARDED, App, Message, Receive, Send, answer
@@ -85,10 +85,10 @@ class RefitGuard:
 
     async def _guard(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = [(name.lower(), value) for name, value in scope["headers"]]
-        shown = [value for name, value in headers if name == HEADER.encode()]
+        shown = [value for name, value in headers if name == SECRET_HEADER.encode()]
         if self._secret is None or len(shown) != 1 or not self._secret.is_shown_by(shown[0]):
             logger.warning("refit: refused %s of %s, who did not show the secret", scope["path"], scope.get("client"))
-            await answer(send, 401, f"{HEADER}: show this server's secret")
+            await answer(send, 401, f"{SECRET_HEADER}: show this server's secret")
             return
         if not _is_json(dict(headers)):
             await answer(send, 415, "content-type: a body must be application/json")
@@ -98,7 +98,8 @@ class RefitGuard:
             await self._lease.request(scope, receive, send)
             return
         pauses, resumes = (
-            dict(headers).get(name.encode(), b"").decode(errors="replace") for name in (lease.HEADER, lease.RESUMES)
+            dict(headers).get(name.encode(), b"").decode(errors="replace")
+            for name in (lease.LEASE_HEADER, lease.RESUMES)
         )
         ended = self._lease.why_ended(pauses) or self._lease.why_not_resumed(resumes)
         if ended is not None:

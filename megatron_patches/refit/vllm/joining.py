@@ -27,7 +27,7 @@ from megatron_patches.refit.vllm.engine_refusals import (
     wanted_parameters,
 )
 from megatron_patches.refit.vllm.in_place import InPlace
-from megatron_patches.refit.vllm.kv_scales import with_scales
+from megatron_patches.refit.vllm.kv_scales import with_kv_scales
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
 from megatron_patches.refit.vllm.refit_call import RefitCall
@@ -35,7 +35,7 @@ from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import loader_form
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
-from megatron_patches.refit.vllm.unwrapped import unwrapped
+from megatron_patches.refit.vllm.unwrapped import without_adapter_layers
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel, WorkerLayout, WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Joining:
         except TimeoutError as error:
             raise PartyFailedError(f"no trainer described its model within {self._call.timeout_s:.0f} s") from error
         try:
-            with unwrapped(self._serving.model):
+            with without_adapter_layers(self._serving.model):
                 layout = describe_layout(model, self._serving, self._party.rank, self._memory, self._payload)
             if self._memory is MemoryMode.BESIDE:
                 make_ready(self._serving.device)  # here, so that all parties learn of a failure
@@ -186,7 +186,7 @@ def describe_layout(
     manifest = recorded_manifest(
         rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
     )
-    manifest = with_scales(manifest, serving.model, serving.config, model.tensors)
+    manifest = with_kv_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
     relays = Relays(model, manifest, layers, serving.device, worker=rank, name=serving.name, config=serving.config)

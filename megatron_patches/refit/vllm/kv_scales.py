@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
-from megatron_patches.refit.control.kv_scales import is_kv_scale, split_name
+from megatron_patches.refit.control.kv_scales import is_kv_scale, split_scale_name
 from megatron_patches.refit.errors import ModelMismatchError, UnsupportedEngineError
 from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
@@ -32,7 +32,7 @@ _BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"})
 _INSTEAD = "or publish without kv_scales"
 
 
-def with_scales(manifest: Manifest, model: nn.Module, config: VllmConfig, tensors: Sequence[TensorSpec]) -> Manifest:
+def with_kv_scales(manifest: Manifest, model: nn.Module, config: VllmConfig, tensors: Sequence[TensorSpec]) -> Manifest:
     """What a worker wants, scales included.
 
     Args:
@@ -81,7 +81,7 @@ def _places(model: nn.Module, config: VllmConfig, names: Sequence[str]) -> dict[
     _check_engine(attention, config)
     given: dict[str, dict[str, str]] = {}
     for name in names:
-        layer_name, kind = split_name(name)
+        layer_name, kind = split_scale_name(name)
         given.setdefault(layer_name, {})[kind] = name
     missing = (path.split(".") for path, layer in model.named_modules() if isinstance(layer, PPMissingLayer))
     elsewhere = {part for parts in missing for part in parts if part.isdecimal()}

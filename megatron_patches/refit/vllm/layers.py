@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.releases.release import PROCESSED, Release, tensors_of
 from megatron_patches.refit.vllm.swap import Pair, is_dense, overlapping, same_memory, span_of, users_of
 
@@ -168,7 +168,7 @@ class Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        vllm = installed()
+        vllm = installed_release()
         self._layers = [Layer(path, module, vllm) for path, module in model.named_modules()]
         self._of = {join(layer.path, name): (layer, name) for layer in self._layers for name in layer.loader_form()}
 

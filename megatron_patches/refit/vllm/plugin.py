@@ -45,7 +45,7 @@ def register() -> None:
     if current_platform.is_cpu():
         from megatron_patches.refit.vllm import cpu
 
-        cpu.apply()
+        cpu.adapt_to_cpu()
 
 
 def _register(*engine: Any) -> None:

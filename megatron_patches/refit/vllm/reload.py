@@ -20,7 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.kv_scales import follow_scales
 from megatron_patches.refit.vllm.layers import Layer, Layers, join
-from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.releases.release import CACHE_SCALES, tensors_of
 from megatron_patches.refit.vllm.swap import Pair, Swap, Users, same_memory
 
@@ -36,7 +36,7 @@ def loader_form(model: nn.Module) -> Iterator[Named]:
     Yields:
         Every parameter and buffer, by module path and attribute.
     """
-    with installed().loader_form(model):
+    with installed_release().loader_form(model):
         yield {
             join(path, name): found
             for path, layer in model.named_modules()
@@ -191,7 +191,7 @@ class Replacement:
 
 def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Recomputes what attention derives from other layers' weights, such as MLA's absorbed projections, and scales."""
-    vllm = installed()
+    vllm = installed_release()
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         for layer in model.modules():
             if vllm.derives(layer):

@@ -20,7 +20,7 @@ _WRAPPERS = (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbe
 
 
 @contextmanager
-def unwrapped(model: nn.Module) -> Iterator[None]:
+def without_adapter_layers(model: nn.Module) -> Iterator[None]:
     """Replaces wrappers with the layers inside, until the context ends. Nothing may compute meanwhile.
 
     Raises:

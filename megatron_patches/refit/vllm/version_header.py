@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 
 from megatron_patches.refit.vllm.asgi import App, Message, Receive, Send
 
-HEADER = b"x-weights-version"
+VERSION_HEADER = b"x-weights-version"
 RPC_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class WeightsVersionHeader:
         if None in request.versions:
             return start
         value = ", ".join(map(str, request.versions))
-        return {**start, "headers": [*start.get("headers", ()), (HEADER, value.encode())]}
+        return {**start, "headers": [*start.get("headers", ()), (VERSION_HEADER, value.encode())]}
 
     def _serves(self, version: int | None) -> None:
         """Adds the version to all open requests, which it may answer."""

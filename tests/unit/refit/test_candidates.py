@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_patches.refit.control.messages import Standing, State
-from megatron_patches.refit.trainer.candidates import Source, candidates_of, encode
+from megatron_patches.refit.trainer.candidates import Source, candidates_json, candidates_of
 from megatron_patches.refit.trainer.fan_out import FanOut
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
@@ -19,7 +19,7 @@ from megatron_patches.refit.transports.base import TransportName
 
 
 def test_the_document_and_its_digest() -> None:
-    text = encode(candidates_of(7, [Source("a", "engine", 2, ["b"])], ["c"]))
+    text = candidates_json(candidates_of(7, [Source("a", "engine", 2, ["b"])], ["c"]))
     found = json.loads(text)
     digest = found["digest"]
     assert found == {

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from megatron_patches.refit.checkpoints.checkpoint_build import _staged
-from megatron_patches.refit.checkpoints.checkpoint_model import _check_rows, add_options
+from megatron_patches.refit.checkpoints.checkpoint_model import _check_rows, add_checkpoint_options
 from megatron_patches.refit.checkpoints.checkpoint_refusals import refuse_unbuildable
-from megatron_patches.refit.checkpoints.checkpoint_sizes import FLAGS, ParallelSizes
+from megatron_patches.refit.checkpoints.checkpoint_sizes import SIZE_FLAGS, ParallelSizes
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
 
 DENSE: dict[str, object] = {
@@ -30,7 +30,7 @@ HYBRID = EXPERTS | {"hybrid_layer_pattern": "M*|E-MM", "mamba_num_heads": 12, "m
 @pytest.mark.parametrize("minutes", ["nan", "inf", "1e300", "-1", "0", "soon"])
 def test_a_wait_that_is_none_is_refused(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser, "exporting")
+    add_checkpoint_options(parser, "exporting")
     assert parser.parse_args(["--load", "here", "--timeout-minutes", "0.5"]).timeout_minutes == 0.5
     with pytest.raises(SystemExit):
         parser.parse_args(["--load", "here", f"--timeout-minutes={minutes}"])
@@ -49,9 +49,9 @@ def test_flags_are_read_into_sizes() -> None:
     parser = argparse.ArgumentParser()
     ParallelSizes.add_options(parser, "exporting")
     assert ParallelSizes.from_options(parser.parse_args([])) == ParallelSizes()
-    words = [word for number, flag in enumerate(FLAGS.values(), 2) for word in (flag, str(number))]
+    words = [word for number, flag in enumerate(SIZE_FLAGS.values(), 2) for word in (flag, str(number))]
     sizes = ParallelSizes.from_options(parser.parse_args(words))
-    assert [getattr(sizes, name) for name in FLAGS] == list(range(2, 2 + len(FLAGS)))
+    assert [getattr(sizes, name) for name in SIZE_FLAGS] == list(range(2, 2 + len(SIZE_FLAGS)))
     assert "%" not in parser.format_help()
 
 

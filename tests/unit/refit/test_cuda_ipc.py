@@ -23,7 +23,7 @@ from megatron_patches.refit.transports.base import LinkEnd, Place, TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcIncoming, CudaIpcTransport
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_runtime import Location
-from megatron_patches.refit.transports.direct_copies import Numbers, Rows
+from megatron_patches.refit.transports.direct_copies import Int64s, Rows
 from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.pump import send_version
@@ -162,7 +162,7 @@ class HostCopier:
     def __init__(self, copied: list[int]) -> None:
         self._copied = copied
 
-    def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
+    def runs(self, sources: Int64s, targets: Int64s, nbytes: Int64s) -> None:
         assert sources.shape == targets.shape == nbytes.shape
         assert nbytes.min() > 0
         for source, target, length in zip(sources.tolist(), targets.tolist(), nbytes.tolist(), strict=True):

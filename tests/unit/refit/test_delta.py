@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.memory.delta import PayloadKind, Snapshot, decode, delta_bytes, encode
+from megatron_patches.refit.memory.delta import PayloadKind, Snapshot, decode_delta, delta_bytes, encode_delta
 from megatron_patches.refit.memory.ports import Bits, Bytes
 from megatron_patches.refit.trainer.adapters import AdapterPublisher
 from megatron_patches.refit.trainer.session import RefitOptions
@@ -30,7 +30,7 @@ def versions(seed: int, count: int, width: int, changed: int) -> tuple[Bytes, By
 def sent(old: Bytes, new: Bytes, width: int) -> tuple[Bytes, int]:
     """The payload and the number of changed elements."""
     payload = new.copy()
-    changed = encode(payload, old, width)
+    changed = encode_delta(payload, old, width)
     assert changed is not None
     return payload[: delta_bytes(changed, new.size // width, width)], changed
 
@@ -48,7 +48,7 @@ def test_the_base_and_what_changed_are_the_new_version(seed: int, count: int, wi
     changed = int(np.ceil(fraction * count))
     old, new = versions(seed, count, width, changed)
     payload = new.copy()
-    found = encode(payload, old, width)
+    found = encode_delta(payload, old, width)
     indexed = -(-changed * width // 4) * 4 + 4 * changed
     mapped = -(-changed * width // 4) * 4 + -(-count // 8)
     size = min(indexed, mapped)
@@ -60,7 +60,7 @@ def test_the_base_and_what_changed_are_the_new_version(seed: int, count: int, wi
     assert found == changed
     assert size < new.size
     completed = old.copy()
-    decode(payload[:size], found, completed, width)
+    decode_delta(payload[:size], found, completed, width)
     assert np.array_equal(completed, new)
 
 
@@ -72,7 +72,7 @@ def test_bits_travel_not_values() -> None:
     payload, changed = sent(old.view(np.uint8), new.view(np.uint8), 4)
     assert changed == 1
     completed = old.copy()
-    decode(payload, changed, completed.view(np.uint8), 4)
+    decode_delta(payload, changed, completed.view(np.uint8), 4)
     assert np.signbit(completed[0])
 
 
@@ -81,7 +81,7 @@ def test_what_a_bfloat16_weight_takes(fraction: float, share: float | None) -> N
     count = 200_000
     old, new = versions(3, count, 2, int(fraction * count))
     if share is None:
-        assert encode(new, old, 2) is None
+        assert encode_delta(new, old, 2) is None
     else:
         assert len(sent(old, new, 2)[0]) == pytest.approx(share * new.size, rel=1e-3)
 
@@ -112,7 +112,7 @@ def test_damaged_indices_are_refused(kind: str) -> None:
     old, new = versions(5, 4000, 2, 40)
     payload, changed = damage(kind, *sent(old, new, 2))
     with pytest.raises(TransferError, match=r"rising order|bytes came for"):
-        decode(payload, changed, old.copy(), 2)
+        decode_delta(payload, changed, old.copy(), 2)
 
 
 @pytest.mark.parametrize("place", [0, 1234, 3996, 3997, 3999])
@@ -122,7 +122,7 @@ def test_damaged_bitmaps_are_refused(place: int) -> None:
     payload, changed = sent(old, new, 2)
     payload[2 * changed + place // 8] ^= 0x80 >> place % 8
     with pytest.raises(TransferError, match=r"marks (999|1001) of 3997 elements as changed; 1000 came"):
-        decode(payload, changed, old.copy(), 2)
+        decode_delta(payload, changed, old.copy(), 2)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -133,7 +133,7 @@ def test_random_bytes_are_decoded_or_refused(data: Any, count: int, width: int, 
     old = np.full(count * width, 0xA5, dtype=np.uint8)
     completed = old.copy()
     try:
-        decode(payload, changed, completed, width)
+        decode_delta(payload, changed, completed, width)
     except TransferError:
         return
     differs = (completed.view(f"u{width}") != old.view(f"u{width}")).sum()

@@ -12,7 +12,7 @@ import torch
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.memory.base_copy import BaseCopy, renewed
-from megatron_patches.refit.memory.delta import Base, Delta, delta_bytes, encode
+from megatron_patches.refit.memory.delta import Base, Delta, delta_bytes, encode_delta
 from megatron_patches.refit.memory.device_base import DeviceBase
 from megatron_patches.refit.memory.device_port import DevicePort
 from megatron_patches.refit.memory.loads import Load, Terms, cut_into_loads
@@ -49,18 +49,18 @@ def compare_arrays(rng: np.random.Generator, device: str) -> None:
     expected = int(np.ceil(float(rng.choice(FRACTIONS)) * count))
     old, new = versions(int(rng.integers(1 << 32)), count, width, expected)
     payload = new.copy()
-    changed = encode(payload, old, width)
+    changed = encode_delta(payload, old, width)
     size = new.size if changed is None else delta_bytes(changed, count, width)
     tensors = [torch.from_numpy(array.copy()).to(device) for array in (new, old)]
     out = torch.full((new.size + 16,), 77, dtype=torch.uint8, device=device)
-    assert delta_kernels.encode(tensors[0], tensors[1], width, out[: new.size]).tolist() == [expected]
+    assert delta_kernels.encode_delta(tensors[0], tensors[1], width, out[: new.size]).tolist() == [expected]
     assert np.array_equal(out[:size].cpu().numpy(), payload[:size]), (width, count, expected)
     assert out[new.size :].eq(77).all()
     if changed:
         room = torch.full((new.size + 32,), 77, dtype=torch.uint8, device=device)
         into = room[16 : 16 + new.size]
         into.copy_(tensors[1])
-        assert delta_kernels.decode(out[:size].clone(), changed, into, width).tolist() == [0, changed]
+        assert delta_kernels.decode_delta(out[:size].clone(), changed, into, width).tolist() == [0, changed]
         assert np.array_equal(into.cpu().numpy(), new)
         assert room[:16].eq(77).all()
         assert room[16 + new.size :].eq(77).all()
@@ -181,7 +181,7 @@ def refuse_damage(device: str) -> None:
     for kind, (seed, count, expected) in DAMAGE.items():
         old, new = versions(seed, count, 2, expected)
         payload = new.copy()
-        changed = encode(payload, old, 2)
+        changed = encode_delta(payload, old, 2)
         assert changed == expected
         payload = payload[: delta_bytes(changed, count, 2)]
         if kind != "flipped":
@@ -192,7 +192,7 @@ def refuse_damage(device: str) -> None:
                 spoiled[2 * changed + place // 8] ^= 0x80 >> place % 8
             room = torch.full((2 * count + 32,), 77, dtype=torch.uint8, device=device)
             into = room[16 : 16 + 2 * count]
-            found = delta_kernels.decode(torch.from_numpy(spoiled).to(device), changed, into, 2)
+            found = delta_kernels.decode_delta(torch.from_numpy(spoiled).to(device), changed, into, 2)
             invalid, places = found.tolist()
             assert invalid or places != changed, kind
             assert room[:16].eq(77).all()

@@ -30,7 +30,7 @@ from megatron_patches.refit.layout.weight_format import (
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.source import block_parts
-from megatron_patches.refit.source.block_parts import HostParts, KernelParts, Part, _grouped
+from megatron_patches.refit.source.block_parts import BlockPart, HostParts, KernelParts, _grouped
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.modules import ModuleSource
@@ -377,7 +377,7 @@ def test_storages_are_complete_after_the_last_group_that_writes_to_them(sizes: l
     parts = []
     for storage, tensor, blocks in sizes:
         box = Box(f"t{tensor}", (0, 0), (128 * blocks, 128))
-        parts.append(Part(box, View(f"s{storage}", 0, box.shape, (128, 1)), box.shape, 0, 1))
+        parts.append(BlockPart(box, View(f"s{storage}", 0, box.shape, (128, 1)), box.shape, 0, 1))
     groups = _grouped(parts)
     assert len(groups) <= 16
     pieces = [piece for group in groups for piece in (*group.whole, *group.others)]
@@ -406,7 +406,7 @@ def quantizes_with_kernels(rank: int, world_size: int) -> int:
     parts, memory = [], torch.full((80_000,), float("nan"), dtype=weight.dtype)
     for (a, b), (c, d) in product(pairwise((0, 40, 200)), pairwise(columns)):
         box, view = Box(WEIGHT, (a, c), (b, d)), View("m", 300 * a + c, (b - a, d - c), (300, 1))
-        parts.append(Part(box, view, shape, a // 128 * 3 + c // 128, 3))
+        parts.append(BlockPart(box, view, shape, a // 128 * 3 + c // 128, 3))
         view.tensor(memory).copy_(weight[a:b, c:d])
     for power_of_two in (True, False):
         wanted, scales = reference(weight, power_of_two=power_of_two)
@@ -445,6 +445,6 @@ def test_kernels_quantize_parts_of_any_size() -> None:
 
 
 def test_a_transposed_weight_is_refused_where_kernels_would_read_it_wrongly() -> None:
-    part = Part(Box(WEIGHT, (0, 0), (128, 256)), View("m", 0, (128, 256), (1, 128)), (128, 256), 0, 2)
+    part = BlockPart(Box(WEIGHT, (0, 0), (128, 256)), View("m", 0, (128, 256), (1, 128)), (128, 256), 0, 2)
     with pytest.raises(RefitError, match=r"down_proj\.weight\[0:128, 0:256\] lies transposed"):
         KernelParts([part], {}, power_of_two=True)

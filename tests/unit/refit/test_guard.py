@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron_patches.refit.control.secret import FILE_VARIABLE, GUARDED_HEADER, HEADER, VALUE_VARIABLE
+from megatron_patches.refit.control.secret import FILE_VARIABLE, GUARDED_HEADER, SECRET_HEADER, VALUE_VARIABLE
 from megatron_patches.refit.vllm import guard
 from megatron_patches.refit.vllm.guard import RefitGuard
 
 SECRET = "a-secret-of-tests"  # noqa: S105 - of tests
-SHOWN = {HEADER: SECRET}
+SHOWN = {SECRET_HEADER: SECRET}
 JSON = {"content-type": "application/json"}
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -85,12 +85,12 @@ def test_public_routes_are_as_vllm_has_them() -> None:
     "headers",
     [
         {},
-        {HEADER: ""},
-        {HEADER: SECRET[:-1]},
-        {HEADER: SECRET + " "},
+        {SECRET_HEADER: ""},
+        {SECRET_HEADER: SECRET[:-1]},
+        {SECRET_HEADER: SECRET + " "},
         {"authorization": f"Bearer {SECRET}"},
-        [(HEADER, SECRET), (HEADER, SECRET)],
-        [(HEADER, "another"), (HEADER, SECRET)],
+        [(SECRET_HEADER, SECRET), (SECRET_HEADER, SECRET)],
+        [(SECRET_HEADER, "another"), (SECRET_HEADER, SECRET)],
     ],
 )
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_an_answer_tells_the_trainer_of_the_guard() -> None:
         "type": "http",
         "method": "GET",
         "path": "/get_world_size",
-        "headers": [(HEADER.encode(), SECRET.encode())],
+        "headers": [(SECRET_HEADER.encode(), SECRET.encode())],
     }
     asyncio.run(RefitGuard(app)(scope, None, send))
     first, (name, server) = sent[0]["headers"]

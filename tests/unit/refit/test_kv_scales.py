@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_patches.refit.control.kv_scales import KVScales, is_kv_scale, scale_values, split_name
+from megatron_patches.refit.control.kv_scales import KVScales, is_kv_scale, scale_values, split_scale_name
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.source.kv_scale_source import KVScaleSource
 from megatron_patches.refit.source.modules import ModuleSource
@@ -23,7 +23,7 @@ def test_each_scale_is_a_number_in_fp32_with_a_name_of_its_own() -> None:
         "model.layers.0.self_attn": ONE,
     }
     values = scale_values(given)
-    assert {split_name(name): value for name, value in values.items()} == {
+    assert {split_scale_name(name): value for name, value in values.items()} == {
         ("3", "k_scale"): torch.tensor(0.1).item(),
         ("3", "v_scale"): 2.0,
         ("3", "q_scale"): 0.5,

@@ -13,7 +13,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm.model_executor.model_loader.reload import layerwise
 
-from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.reload import loader_form
 
 
@@ -38,7 +38,7 @@ def test_within_weights_have_no_memory_and_afterwards_they_are_back() -> None:
     with loader_form(model) as tensors:
         assert set(tensors) == set(before)
         kept = {name for name, tensor in tensors.items() if not tensor.is_meta}
-        assert kept == {name for name in before if name.endswith("bias") and installed().keeps(model, "bias")}
+        assert kept == {name for name in before if name.endswith("bias") and installed_release().keeps(model, "bias")}
         assert all(id(tensors[name]) == before[name] for name in kept)
     assert model.held() == before
     assert set(model.state_dict()) == state

@@ -20,7 +20,7 @@ from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, make_plan
 from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.oracle import OracleError, verify_in_memory
-from megatron_patches.refit.simulation.report import Link, LinkSpeeds, traffic_of
+from megatron_patches.refit.simulation.report import LinkSpeeds, LinkTraffic, traffic_of
 from tests.integration.tiny_models import DEEPSEEK_V3
 from tests.support.refit_cases import folded
 
@@ -168,7 +168,7 @@ def test_least_times_follow_the_busiest_rank_and_the_kind_of_link() -> None:
     traffic = traffic_of(plan, sources, wanted, LinkSpeeds(within_host=960.0, between_hosts=96.0))
     # Rank 0 serves its neighbour (96 bytes at 960 B/s). The other destination, which has no source on its host, does
     # not know that, and takes as much from either.
-    assert traffic.links == (Link(0, 0, 96, True), Link(0, 1, 48, False), Link(1, 1, 48, False))
+    assert traffic.links == (LinkTraffic(0, 0, 96, True), LinkTraffic(0, 1, 48, False), LinkTraffic(1, 1, 48, False))
     assert (traffic.egress_seconds, traffic.ingress_seconds, traffic.least_seconds) == (0.5, 1.0, 1.0)
     assert traffic.bytes_within_hosts == 96
     near = traffic_of(plan, sources, wanted, LinkSpeeds(within_host=9.6, between_hosts=96.0))

@@ -13,7 +13,7 @@ import pytest
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.secret import (
     FILE_VARIABLE,
-    HEADER,
+    SECRET_HEADER,
     VALUE_VARIABLE,
     default_file,
     read_or_make_secret,
@@ -37,7 +37,7 @@ def test_a_trainer_finds_what_an_engine_has_made(home: Path) -> None:
     assert made.origin == str(home / ".config" / "megatron-etp" / "refit-secret")
     assert len(made.value) == 64
     assert read_secret() == made
-    assert Credentials().headers() == {HEADER: made.value}
+    assert Credentials().headers() == {SECRET_HEADER: made.value}
     assert read_or_make_secret() == made
     assert made.value not in repr(made)
 

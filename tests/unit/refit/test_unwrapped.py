@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm.lora.layers import FusedMoEWithLoRA, RowParallelLinearWithLoRA, VocabParallelEmbeddingWithLoRA
 
-from megatron_patches.refit.vllm.unwrapped import unwrapped
+from megatron_patches.refit.vllm.unwrapped import without_adapter_layers
 
 
 def wrapped(kind: type[nn.Module], layer: nn.Module, **attributes: Any) -> Any:
@@ -44,7 +44,7 @@ class Model(nn.Module):
 def test_layers_have_their_names_and_get_their_wrappers_back() -> None:
     model = Model()
     before = dict(model.named_modules(remove_duplicate=False))
-    with unwrapped(model):
+    with without_adapter_layers(model):
         assert model.block.linear is model.block.alias is before["block.linear"].base_layer
         assert set(dict(model.named_parameters())) == {
             *("embed.weight", "block.linear.weight", "block.linear.bias", "norm.weight", "norm.bias")
@@ -58,8 +58,11 @@ def test_a_wrapper_that_keeps_something_of_the_weights_is_refused() -> None:
     model = Model()
     model.block.experts = wrapped(FusedMoEWithLoRA, nn.Linear(2, 2))
     message = r"block.experts is wrapped for adapters \(FusedMoEWithLoRA\).*without --enable-lora"
-    with pytest.raises(UnsupportedEngineError, match=message), unwrapped(model):
+    with pytest.raises(UnsupportedEngineError, match=message), without_adapter_layers(model):
         pytest.fail("it is unwrapped")
     assert isinstance(model.embed, VocabParallelEmbeddingWithLoRA)
-    with pytest.raises(UnsupportedEngineError, match="VocabParallelEmbeddingWithLoRA"), unwrapped(Model(torch.ones(1))):
+    with (
+        pytest.raises(UnsupportedEngineError, match="VocabParallelEmbeddingWithLoRA"),
+        without_adapter_layers(Model(torch.ones(1))),
+    ):
         pytest.fail("it is unwrapped")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_patches.refit.vllm.version_header import HEADER, WeightsVersionHeader
+from megatron_patches.refit.vllm.version_header import VERSION_HEADER, WeightsVersionHeader
 
 
 class Server:
@@ -50,7 +50,7 @@ class Server:
         headers = dict(sent[0]["headers"])
         assert headers[b"a"] == b"b"
         assert len(sent) == 2
-        return headers[HEADER].decode() if HEADER in headers else None
+        return headers[VERSION_HEADER].decode() if VERSION_HEADER in headers else None
 
     async def commit(self, version: int) -> None:
         self.versions = [version] * len(self.versions)

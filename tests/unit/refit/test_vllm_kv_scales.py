@@ -27,7 +27,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
-from megatron_patches.refit.vllm.kv_scales import with_scales
+from megatron_patches.refit.vllm.kv_scales import with_kv_scales
 from megatron_patches.refit.vllm.reload import Replacement
 
 ONE = KVScales(k_scale=0.5, v_scale=0.25)
@@ -90,7 +90,7 @@ def config(dtype: str = "fp8") -> VllmConfig:
 def wanted(model: nn.Module, *layers: int | str, dtype: str = "fp8") -> Manifest:
     """What a worker wants if a trainer gives scales of these layers."""
     names = scale_values(dict.fromkeys(layers, ONE))
-    return with_scales(NOTHING, model, config(dtype), [TensorSpec(name, (1,), "float32") for name in names])
+    return with_kv_scales(NOTHING, model, config(dtype), [TensorSpec(name, (1,), "float32") for name in names])
 
 
 def where(manifest: Manifest) -> dict[str, str]:
@@ -100,7 +100,7 @@ def where(manifest: Manifest) -> dict[str, str]:
 
 def test_without_scales_an_engine_wants_what_it_wanted() -> None:
     weight = TensorSpec("model.norm.weight", (4,), "float32")
-    assert with_scales(NOTHING, Model(Layer(0, dtype="auto")), config(), [weight]) is NOTHING
+    assert with_kv_scales(NOTHING, Model(Layer(0, dtype="auto")), config(), [weight]) is NOTHING
 
 
 def test_scales_go_to_the_layers_that_they_name() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_patches.refit.errors import UnsupportedEngineError
 from megatron_patches.refit.vllm import plugin
-from megatron_patches.refit.vllm.releases import ADAPTERS, check_known, installed
+from megatron_patches.refit.vllm.releases import ADAPTERS, check_known, installed_release
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -35,20 +35,20 @@ def test_another_release_is_refused_by_name(version: str) -> None:
 def test_the_installed_release_has_every_name_that_is_used() -> None:
     import vllm
 
-    assert installed().missing_names() == []
-    assert type(installed()).__module__.endswith(ADAPTERS[vllm.__version__.partition("+")[0]])
+    assert installed_release().missing_names() == []
+    assert type(installed_release()).__module__.endswith(ADAPTERS[vllm.__version__.partition("+")[0]])
 
 
 @needs_vllm
 def test_a_release_that_lacks_a_name_is_refused_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    release = type(installed())
+    release = type(installed_release())
     monkeypatch.setattr(release, "names", (*release.names, "vllm.config:CacheConfig.colour", "vllm.config:Nothing"))
     monkeypatch.delattr(_CPUSHMDistributed, "_init_cpu_shm")
-    installed.cache_clear()
+    installed_release.cache_clear()
     with pytest.raises(UnsupportedEngineError, match=r"not as it was released: it has no .*_init_cpu_shm, ") as raised:
-        installed()
+        installed_release()
     assert "vllm.config:CacheConfig.colour, vllm.config:Nothing; install it unmodified" in str(raised.value)
 
 

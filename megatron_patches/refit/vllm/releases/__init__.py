@@ -51,7 +51,7 @@ def check_known(version: str) -> str:
 
 
 @functools.cache
-def installed() -> Release:
+def installed_release() -> Release:
     """The adapter of the installed vLLM.
 
     Raises:
