@@ -13,9 +13,10 @@ import pytest
 
 from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPublisher
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.trainer.engines import HttpEngine, SleepMode
 from tests.integration.live_refit import PROMPTS, STAGING
-from tests.integration.test_live_http import ANSWER, corrupt_next_packet, state_of
+from tests.integration.test_live_http import ANSWER, State, corrupt_next_packet, state_of
 from tests.integration.test_live_kv_scales import fill, random_model
 from tests.integration.test_live_modules import fresh
 from tests.integration.tiny_models import LLAMA
@@ -36,13 +37,23 @@ class Publishing:
         server: the server.
         mode: what becomes of it if it sleeps.
         first: number of the first version.
+        payload: what versions travel as.
+
+    Attributes:
+        nbytes: of the last version, as sent.
     """
 
-    def __init__(self, server: VllmServer, mode: SleepMode, first: int) -> None:
+    def __init__(
+        self, server: VllmServer, mode: SleepMode, first: int, payload: PayloadKind = PayloadKind.WHOLE
+    ) -> None:
         self.server, self.engine, self.version = server, HttpEngine(server.url), first
-        self.model = random_model()
+        self.model, self.nbytes = random_model(), 0
         options = RefitOptions(
-            sleeping=mode, timeout_s=60.0, staging_bytes=STAGING, on_engine_failure=OnEngineFailure.RAISE
+            sleeping=mode,
+            payload=payload,
+            timeout_s=60.0,
+            staging_bytes=STAGING,
+            on_engine_failure=OnEngineFailure.RAISE,
         )
         self.publisher = WeightPublisher(self.model, options=options)
         self.publisher.attach(self.engine)
@@ -52,6 +63,7 @@ class Publishing:
         fill(self.model, seed)
         self.version += 1
         (report,) = self.publisher.publish(self.version).result(60.0).engines.values()
+        self.nbytes = report.nbytes
         return report.fate
 
     def sleep(self, level: int) -> None:
@@ -114,3 +126,19 @@ def test_a_server_that_sleeps_is_woken_put_back_or_refused(tmp_path: Path) -> No
         assert one.publish(2) is Fate.SERVES  # awake before, and after
         assert state_of(server) == states[2]
         one.publisher.close()
+
+        push_deltas(server, states[1])
+
+
+def push_deltas(server: VllmServer, serving: State) -> None:
+    """Pushes what serves already. Sleep at level 2 discards what changes are relative to."""
+    one = Publishing(server, SleepMode.WAKE, 300, PayloadKind.DELTA)
+    assert one.publish(1) is Fate.SERVES
+    whole = one.nbytes
+    for level, sent in ((2, whole), (2, whole), (1, 0)):
+        one.sleep(level)
+        assert one.publish(1) is Fate.SERVES
+        assert one.nbytes == sent
+        assert not one.engine.is_sleeping()
+        assert state_of(server) == serving
+    one.publisher.close()

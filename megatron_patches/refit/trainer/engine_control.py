@@ -116,6 +116,7 @@ class EngineControl:
             RefitError: if workers have left, so that another trainer may use the engine, or it cannot be paused.
         """
         self.paused_s = 0.0
+        self._rest()  # the late answer of a call that has failed would fail this step
         self._wake_weights()
         if self.in_place:
             gone = assembly.gone()
@@ -186,10 +187,7 @@ class EngineControl:
         """
         if self._paused_at is None:
             return
-        try:
-            self.wait()
-        except RefitError as error:  # the reason for giving up is known already
-            logger.debug("refit: %s", error)
+        self._rest()
         self._settle(asked=False)
 
     def close(self, after: int | None = None) -> None:
@@ -201,6 +199,13 @@ class EngineControl:
     def _empties_caches(self) -> bool:
         """Whether cache entries computed with the old weights must be dropped."""
         return self.options.pause is not PauseMode.KEEP
+
+    def _rest(self) -> None:
+        """Waits for the last call, whose failure is known already."""
+        try:
+            self.wait()
+        except RefitError as error:
+            logger.debug("refit: %s", error)
 
     def _start(self, assembly: Assembly, step: int, what: str, work: Callable[[], None]) -> None:
         def run() -> None:

@@ -22,7 +22,7 @@ from megatron_patches.refit.control.messages import (
     StateLog,
     served_topic,
 )
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import DigestError, PartyFailedError, RefitError
 from megatron_patches.refit.memory.delta import Base
 from megatron_patches.refit.memory.ports import Memory, Writing
 from megatron_patches.refit.parties.source import SourceParty
@@ -392,8 +392,27 @@ class Subscription:
     def _send(self, version: int, look_up: Callable[[], Memory], base: Base | None, writing: Writing | None) -> Moved:
         self.joined.result(0)
         known, self._base = self._base, -1
-        party, assembly, control = self.party, self._assembly, self._control
+        since = base if base is not None and base.version == known else None
         self._log.enter(State.SENDING, version)
+        try:
+            try:
+                moved = self._push(version, look_up, since, writing)
+            except PartyFailedError as error:
+                # Digests also differ if the engine has lost what it was sent changes of, as by sleep at level 2. All
+                # ranks hear the same reasons, so all send again.
+                if since is None or DigestError.__name__ not in str(error):
+                    raise
+                logger.warning("refit: %s receives version %d again, whole: %s", self.name, version, error)
+                moved = self._push(version, look_up, None, writing)
+        except Exception as error:
+            reason = describe_error(error) + ("" if self._control is None else self._control.left_asleep)
+            self._fail(version, reason)
+            raise PartyFailedError(reason, [self.name]) from error
+        self._log.enter(State.COMMITTING, version)
+        return moved
+
+    def _push(self, version: int, look_up: Callable[[], Memory], since: Base | None, writing: Writing | None) -> Moved:
+        party, assembly, control = self.party, self._assembly, self._control
         if assembly is None:
             raise PartyFailedError(f"{self.name} has not joined")
         step, linked, asked = assembly.next_step, party.linked, False
@@ -406,15 +425,7 @@ class Subscription:
                 control.receive(assembly, version, step, linked=linked)
             return look_up()
 
-        try:
-            since = base if base is not None and base.version == known else None
-            moved = party.push(version, begin, since, writing=writing)
-        except Exception as error:
-            reason = describe_error(error) + ("" if control is None else control.left_asleep)
-            self._fail(version, reason)
-            raise PartyFailedError(reason, [self.name]) from error
-        self._log.enter(State.COMMITTING, version)
-        return moved
+        return party.push(version, begin, since, writing=writing)
 
     def _receive(self, take: Take) -> Moved:
         self._base = -1  # other ranks do not hear of this version

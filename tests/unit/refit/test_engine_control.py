@@ -194,6 +194,19 @@ def test_where_a_version_was_not_received_nothing_is_committed(in_place: bool, a
     assert parties.failed == ["3 sending version 7 one: one refuses to receive"]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_call_that_fails_late_fails_no_later_step(in_place: bool) -> None:
+    engine, parties, later = Engine("one", "receive"), Alone(), Alone()
+    with controlled(engine, in_place) as control:
+        receive(control, parties)
+        receive(control, later)  # in the same push, of all that the version has
+        assert parties.failed
+        with pytest.raises(RefitError, match="one refuses to receive"):
+            control.wait()
+    assert engine.asked.count("pause wait") == int(in_place)
+    assert len(parties.failed) == len(later.failed) == 1
+
+
 @pytest.mark.parametrize(
     ("in_place", "asked"), [(False, ["receive"]), (True, ["pause wait", "receive", "abandon", "resume"])]
 )
