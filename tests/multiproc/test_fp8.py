@@ -32,6 +32,15 @@ def test_modules_equal_whole_ones() -> None:
     assert run_distributed(bodies.modules_equal_whole, 2, args=arguments, fresh=True, prepared=te_on_cpu) == [12, 12]
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "GroupedLinear" else [pytest.mark.slow]) for kind in bodies.KINDS]
+)
+def test_a_backward_pass_may_multiply_dequantized_weights(kind: str) -> None:
+    """With ``backward_override="dequantized"``, of the columns, which stand for the numbers of the rows."""
+    arguments = (str(SHARED), bodies.DEQUANTIZED[0], (kind,), "c10d")
+    assert run_distributed(bodies.modules_equal_whole, 2, args=arguments, fresh=True, prepared=te_on_cpu) == [4, 4]
+
+
 def test_quantized_shards_are_slices_of_the_quantized_weight() -> None:
     for answers in run_distributed(
         bodies.copies_equal_slices, 2, args=(str(SHARED), "Float8BlockScaling", "c10d"), fresh=True, prepared=te_on_cpu
