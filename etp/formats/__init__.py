@@ -9,6 +9,7 @@ from etp.formats.fp8_block import Float8Block, quantize_blocks
 from etp.formats.fp8_tensor import Float8PerTensor
 from etp.formats.mxfp8 import MXFP8, quantize_mxfp8
 from etp.formats.nvfp4 import NVFP4, quantize_nvfp4
+from etp.formats.quantized import amax_of
 
 __all__ = [
     "MXFP8",
@@ -18,6 +19,7 @@ __all__ = [
     "Float8PerTensor",
     "Quantization",
     "WeightFormat",
+    "amax_of",
     "quantize_blocks",
     "quantize_mxfp8",
     "quantize_nvfp4",

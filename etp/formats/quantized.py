@@ -107,9 +107,7 @@ class QuantizedShards[F: WeightFormat](Quantization):
             for table in self.whole_tables:
                 kernels.largest_magnitudes(table, found)
             return found
-        for number, (weight, *_) in enumerate(self.weights()):
-            found[number] = weight.abs().amax()
-        return found
+        return found.copy_(amax_of([weight for weight, *_ in self.weights()]))
 
     # Tensors -------------------------------------------------------------------------------------------------
 
@@ -185,6 +183,30 @@ class QuantizedShards[F: WeightFormat](Quantization):
         rows, down = (None, nothing) if columns else (nothing, None)
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
         return dict(zip(names, (rows, rows, down, down), strict=True))
+
+
+def amax_of(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude of each matrix, of which ranks exchange the maximum where they hold shards of the matrices.
+
+    On a GPU, one kernel reads all matrices of a dtype.
+
+    Args:
+        weights: matrices ``[rows, columns]`` of any sizes but 0 and of any floating-point types, on one device. The
+            elements of a row are adjacent.
+
+    Returns:
+        fp32 ``[len(weights)]``, on their device. On a GPU, NaN is ignored; on a CPU, it is the largest.
+    """
+    device = weights[0].device
+    if device.type != "cuda":
+        return torch.stack([weight.abs().amax().float() for weight in weights])
+    from etp.formats import kernels
+
+    found = torch.zeros(len(weights), device=device)
+    # The kernel writes to no target.
+    for table in kernels.tables_of(kernels.Tiled(weight, weight, place) for place, weight in enumerate(weights)):
+        kernels.largest_magnitudes(table, found)
+    return found
 
 
 def transpose(matrices: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from etp.formats import MXFP8, NVFP4, ApartFormat, quantize_mxfp8
+from etp.formats import MXFP8, NVFP4, ApartFormat, amax_of, quantize_mxfp8
 from etp.formats.apart import ApartQuantization
 from etp.layout import ShardLayout
 from etp.stack import Stack
@@ -50,6 +50,14 @@ def test_the_kernels_have_the_bytes_of_the_cpu(format_: ApartFormat, dtype: torc
     assert len(found) == len(wanted) == 3 * 4 * 2
     for part, other in zip(found, wanted, strict=True):
         assert torch.equal(part, other), f"{(part != other).sum()} of {part.numel()} bytes differ"
+
+
+@needs_gpus(1)
+def test_largest_magnitudes_are_those_of_the_cpu() -> None:
+    dtypes = torch.bfloat16, torch.float32, torch.float16, torch.bfloat16
+    shapes = (32, 32), (131, 272), (5, 16), (1000, 129)
+    weights = [-drawn(*shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    assert amax_of([weight.cuda() for weight in weights]).tolist() == amax_of(weights).tolist()
 
 
 # Odd numbers of blocks along either side, and as many as Transformer Engine's padding and tiles.

@@ -15,7 +15,7 @@ TRANSPORTS = ["c10d", "copy_engine"]
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("recipe", bodies.RECIPES)
+@pytest.mark.parametrize("recipe", [*bodies.RECIPES, *bodies.DEQUANTIZED])
 @pytest.mark.parametrize("kind", bodies.KINDS)
 def test_modules_equal_whole_ones(world_size: int, transport: str, recipe: str, kind: str) -> None:
     arguments = ("", recipe, (kind,), transport)

@@ -80,6 +80,18 @@ GRAPHS = (
     Graphs("full_iteration_fp8", "full_iteration", model=FP8_MODEL, common=BLOCKWISE),
     Graphs("full_iteration_fp8_tensor", "full_iteration", model=FP8_MODEL, common=TENSORWISE),
     Graphs("layers_fp8", "local", model=FP8_MODEL, common=BLOCKWISE, per_step=32),
+    *(
+        Graphs(
+            f"{name}_experts_fp8_{recipe}",
+            graphs,
+            sharded=EXPERTS,
+            model=FP8_MODEL,
+            common=f"{precision} {PADDED_MOE}",
+            per_step=per_step,
+        )
+        for recipe, precision in (("block", BLOCKWISE), ("tensor", TENSORWISE))
+        for name, graphs, per_step in (("full_iteration", "full_iteration", 1), ("layers_of", "local", 32))
+    ),
     Graphs("layers", "local", per_step=16),
     Graphs("layers_no_prefetch", "local", sharded="--etp-size 2 --etp-prefetch-depth 0", per_step=16),
     Graphs("layers_of_experts", "local", sharded=EXPERTS, common=PADDED_MOE, per_step=16),

@@ -177,3 +177,18 @@ def gathered_in_a_format(
                 wanted = wanted @ weight.t()[:, :COLUMNS]
         right.append(torch.equal(found, wanted))
     return right, sum(runtime.counters.gather_bytes.values()), expected
+
+
+def phases_of_an_example(rank: int, world_size: int, example: str) -> list[bool]:
+    """Whether an example's ``quantize`` gives slices of the whole weights' bytes, and the whole weights' scales."""
+    names: dict[str, Any] = {}
+    exec(example, names)  # noqa: S102 - our own page
+    generator = torch.Generator().manual_seed(7)
+    wholes = [torch.randn(world_size * rows, 40, generator=generator).bfloat16() * rows for rows in (6, 17)]
+    found, inverses = names["quantize"]([whole.chunk(world_size)[rank] for whole in wholes])
+    right = []
+    for whole, part, inverse in zip(wholes, found, inverses, strict=True):
+        scale = 448.0 / whole.abs().max().float()
+        quantized = (whole.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        right += [torch.equal(part, quantized.chunk(world_size)[rank]), abs(inverse.item() * scale.item() - 1) < 1e-6]
+    return right

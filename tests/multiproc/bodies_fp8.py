@@ -28,6 +28,8 @@ IN, EXPERTS = 256, 3
 OUT, SPLITS = 384, [128, 96, 32]
 KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
 RECIPES = ("Float8BlockScaling", "Float8CurrentScaling")
+DEQUANTIZED = tuple(f"{recipe} dequantized" for recipe in RECIPES)
+"""Recipes whose backward pass multiplies, in bf16, what the bytes of the forward pass stand for."""
 APART = {"MXFP8BlockScaling": Fraction(33, 32), "NVFP4BlockScaling": Fraction(9, 16)}
 """Recipes in which rows and columns are apart, and bytes for each element of a weight."""
 EMULATED = {"NVFP4 in blocks of 16 x 16": True, "NVFP4 in blocks of 16": False}
@@ -50,7 +52,10 @@ def prepare(shim: str, recipe: str = "") -> None:
 def _recipe(name: str) -> Any:
     from transformer_engine.common import recipe
 
-    return te_emulation.recipe(square=EMULATED[name]) if name in EMULATED else getattr(recipe, name)()
+    if name in EMULATED:
+        return te_emulation.recipe(square=EMULATED[name])
+    kind, _, override = name.partition(" ")
+    return getattr(recipe, kind)(**({"backward_override": override} if override else {}))
 
 
 def _autocast(recipe: str, enabled: bool = True) -> AbstractContextManager[None]:

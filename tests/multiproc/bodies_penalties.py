@@ -118,6 +118,12 @@ def penalties_beside_captures(rank: int, world_size: int, mean: bool) -> dict[st
         compare(f"backward {when}", weight.grad, wanted(of_layer, of_penalty))
         model(x).square().sum().backward()
         compare(f"layer alone {when}", weight.grad, wanted(of_layer))
+        _penalty(weight).backward()
+        (model(x).square().sum() + _penalty(weight)).backward()
+        # Hooks are told of reductions, of which the first pass has none.
+        compare(
+            f"penalty alone, then with a layer {when}", weight.grad, wanted(of_penalty, of_layer, of_penalty), len(ran)
+        )
         (grad,) = torch.autograd.grad(model(x).square().sum() + _penalty(weight), [weight])
         compare(f"grad {when}", grad, wanted(of_layer, of_penalty), hooks=0)
         (grad,) = torch.autograd.grad(model(x).square().sum(), [weight])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.multiproc import bodies_formats as bodies
@@ -30,3 +33,11 @@ def test_a_layer_that_leaves_a_format_keeps_no_copies(reuse: bool) -> None:
 def test_replays_see_a_change_of_any_layer() -> None:
     """A part that is captured into a CUDA graph reads what was published last."""
     assert run_distributed(bodies.published_after_changes, 2) == [[True] * bodies.LAYERS] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_example_of_phases_quantizes_shards_as_the_whole(ranks: int) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "low_precision.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    # The bytes of two weights, and their scales.
+    assert run_distributed(bodies.phases_of_an_example, ranks, args=(example,)) == [[True] * 4] * ranks

@@ -14,6 +14,7 @@ from etp.formats import MXFP8, NVFP4, ApartFormat
 from tests.multiproc import bodies_fp8 as bodies
 from tests.multiproc.bodies_readings import rows_and_columns
 from tests.support.launch import run_distributed
+from tests.support.prepared import te_on_cpu
 from tests.support.te_site import MARKS, SHARED, on_path
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("tests/gpu/test_fp8.py runs the real kernels"), *MARKS]
@@ -28,12 +29,21 @@ def transformer_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 def test_modules_equal_whole_ones() -> None:
     arguments = (str(SHARED), "Float8BlockScaling", bodies.KINDS, "c10d")
-    assert run_distributed(bodies.modules_equal_whole, 2, args=arguments, fresh=True) == [12, 12]
+    assert run_distributed(bodies.modules_equal_whole, 2, args=arguments, fresh=True, prepared=te_on_cpu) == [12, 12]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "GroupedLinear" else [pytest.mark.slow]) for kind in bodies.KINDS]
+)
+def test_a_backward_pass_may_multiply_dequantized_weights(kind: str) -> None:
+    """With ``backward_override="dequantized"``, of the columns, which stand for the numbers of the rows."""
+    arguments = (str(SHARED), bodies.DEQUANTIZED[0], (kind,), "c10d")
+    assert run_distributed(bodies.modules_equal_whole, 2, args=arguments, fresh=True, prepared=te_on_cpu) == [4, 4]
 
 
 def test_quantized_shards_are_slices_of_the_quantized_weight() -> None:
     for answers in run_distributed(
-        bodies.copies_equal_slices, 2, args=(str(SHARED), "Float8BlockScaling", "c10d"), fresh=True
+        bodies.copies_equal_slices, 2, args=(str(SHARED), "Float8BlockScaling", "c10d"), fresh=True, prepared=te_on_cpu
     ):
         assert len(answers) == 3 * 4
         assert all(answers.values()), answers
@@ -41,7 +51,9 @@ def test_quantized_shards_are_slices_of_the_quantized_weight() -> None:
 
 def test_layers_in_and_out_of_fp8() -> None:
     stored, block = "NoneType", "Float8Block"
-    for formats in run_distributed(bodies.layers_of_many_recipes, 2, args=(str(SHARED), "c10d"), fresh=True):
+    for formats in run_distributed(
+        bodies.layers_of_many_recipes, 2, args=(str(SHARED), "c10d"), fresh=True, prepared=te_on_cpu
+    ):
         assert formats[0] == formats[1] == f"{stored} {stored} {block} {block} {stored} {stored}"
         assert formats[3] == " ".join([stored] * 6)
         assert formats[4] == " ".join([stored, *[block] * 4, stored])
@@ -49,12 +61,14 @@ def test_layers_in_and_out_of_fp8() -> None:
 
 @pytest.mark.parametrize("recipe", ["Float8BlockScaling", pytest.param("NVFP4BlockScaling", marks=pytest.mark.slow)])
 def test_a_training_may_begin_with_an_evaluation_in_inference_mode(recipe: str) -> None:
-    answers = run_distributed(bodies.trained_after_inference, 2, args=(str(SHARED), recipe), fresh=True)
+    answers = run_distributed(
+        bodies.trained_after_inference, 2, args=(str(SHARED), recipe), fresh=True, prepared=te_on_cpu
+    )
     assert answers == [[True] * 2 * len(bodies.KINDS)] * 2
 
 
 def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
-    for answers in run_distributed(bodies.refused, 2, args=(str(SHARED),), fresh=True):
+    for answers in run_distributed(bodies.refused, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
         assert set(answers) == {"alignment", "one-dimensional"}
         assert answers["alignment"] == (
             "weight is used under a recipe for block-scaled FP8, but it is cut into shards of 192 rows, which are not "
@@ -75,7 +89,10 @@ def test_modules_with_rows_and_columns_apart_equal_whole_ones(
     recipe: str, ranks: int, alignment: int, kinds: tuple[str, ...]
 ) -> None:
     arguments = (str(SHARED), recipe, kinds, "c10d", alignment)
-    assert run_distributed(bodies.modules_equal_whole, ranks, args=arguments, fresh=True) == [4 * len(kinds)] * ranks
+    assert (
+        run_distributed(bodies.modules_equal_whole, ranks, args=arguments, fresh=True, prepared=te_on_cpu)
+        == [4 * len(kinds)] * ranks
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,19 +105,21 @@ def test_modules_with_rows_and_columns_apart_equal_whole_ones(
 )
 def test_modules_in_nvfp4_equal_whole_ones_in_the_emulation(recipe: str, kind: str) -> None:
     arguments = (str(SHARED), recipe, kind, "c10d", 80)
-    found = run_distributed(bodies.emulated_modules_equal_whole, 2, args=arguments, fresh=True)
+    found = run_distributed(bodies.emulated_modules_equal_whole, 2, args=arguments, fresh=True, prepared=te_on_cpu)
     assert found == [bodies.multiplied(kind)] * 2
 
 
 def test_nvfp4_equals_the_reference() -> None:
-    assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True) == [2 * 3 * 2 * 4]
+    assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True, prepared=te_on_cpu) == [
+        2 * 3 * 2 * 4
+    ]
 
 
 @pytest.mark.parametrize(
     "format_", [MXFP8(), *(pytest.param(NVFP4(square), marks=pytest.mark.slow) for square in (True, False))], ids=str
 )
 def test_rows_and_columns_are_read_in_any_order(format_: ApartFormat) -> None:
-    answers = run_distributed(rows_and_columns, 3, args=(str(SHARED), format_, "c10d"), fresh=True)
+    answers = run_distributed(rows_and_columns, 3, args=(str(SHARED), format_, "c10d"), fresh=True, prepared=te_on_cpu)
     # Of three experts and of two other layers.
     assert answers == [2 * 3 * (2 * 3 + 6)] * 3
 
@@ -117,7 +136,10 @@ def test_formats_move_as_many_bytes_as_they_should() -> None:
         "MXFP8BlockScaling": 2 * (1 + 1 / 32) + 2,
         "NVFP4BlockScaling": 2 * (1 / 2 + 1 / 16) + 2,
     }
-    assert run_distributed(bodies.bytes_of_formats, 2, args=(str(SHARED), layers), fresh=True) == [expected] * 2
+    assert (
+        run_distributed(bodies.bytes_of_formats, 2, args=(str(SHARED), layers), fresh=True, prepared=te_on_cpu)
+        == [expected] * 2
+    )
 
 
 CALLS = {
@@ -133,7 +155,7 @@ CALLS = {
 )
 def test_python_calls_of_a_format_do_not_grow(recipe: str) -> None:
     """Nor with the number of experts; whoever makes them fewer lowers the limits."""
-    (found,) = run_distributed(bodies.calls_of_visits, 1, args=(str(SHARED), recipe), fresh=True)
+    (found,) = run_distributed(bodies.calls_of_visits, 1, args=(str(SHARED), recipe), fresh=True, prepared=te_on_cpu)
     few, many = found.values()
     assert few == many
     for part, calls in few.items():
@@ -142,7 +164,7 @@ def test_python_calls_of_a_format_do_not_grow(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_refused_of_formats_with_rows_and_columns_apart() -> None:
-    for answers in run_distributed(bodies.refused_on_blackwell, 5, args=(str(SHARED),), fresh=True):
+    for answers in run_distributed(bodies.refused_on_blackwell, 5, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
         assert set(answers) == {"square", "dequantized", "dequantized in FP4", "4 over 6", "alignment", "too old"}
         assert "enable_2d_quantization and backward_override are not implemented" in answers["square"]
         assert "enable_2d_quantization and backward_override are not implemented" in answers["dequantized"]

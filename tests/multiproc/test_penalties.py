@@ -13,7 +13,7 @@ pytestmark = pytest.mark.multiproc
 @pytest.mark.parametrize("mean", [False, True])
 def test_a_penalty_counts_once_for_each_rank_whose_loss_has_it(mean: bool) -> None:
     for answers in run_distributed(bodies.penalties_beside_captures, 2, args=(mean,)):
-        assert len(answers) == 2 * 13
+        assert len(answers) == 2 * 15
         assert {name: value for name, value in answers.items() if abs(value) > 1e-5} == {}
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.multiproc import bodies_te_protocol as bodies
 from tests.support.launch import run_distributed
+from tests.support.prepared import te_on_cpu
 from tests.support.te_site import MARKS, SHARED, on_path
 
 pytestmark = [
@@ -28,19 +29,19 @@ def transformer_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 def test_te_modules_equal_whole() -> None:
-    counts = run_distributed(bodies.te_modules_equal_whole, 2, args=(str(SHARED),), fresh=True)
+    counts = run_distributed(bodies.te_modules_equal_whole, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu)
     assert counts == [20, 20]
 
 
 def test_hooks_run_once_behind_the_last_use() -> None:
-    for answers in run_distributed(bodies.hooks_of_two_uses, 2, args=(str(SHARED),), fresh=True):
+    for answers in run_distributed(bodies.hooks_of_two_uses, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
         assert len(answers) == len(bodies.KINDS)
         for counts in answers.values():
             assert set(counts.values()) == {3}
 
 
 def test_backward_for_chosen_inputs_gives_no_others_gradients() -> None:
-    for answers in run_distributed(bodies.chosen_inputs, 2, args=(str(SHARED),), fresh=True):
+    for answers in run_distributed(bodies.chosen_inputs, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
         assert answers == {
             "Linear": [["weight"], ["weight"], []],
             "LayerNormLinear": [["layer_norm_bias", "layer_norm_weight", "weight"], ["weight"], []],
@@ -49,7 +50,9 @@ def test_backward_for_chosen_inputs_gives_no_others_gradients() -> None:
 
 
 def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -> None:
-    for answers in run_distributed(bodies.paths_past_the_protocol, 2, args=(str(SHARED),), fresh=True):
+    for answers in run_distributed(
+        bodies.paths_past_the_protocol, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu
+    ):
         grouped = (
             "the module: with use_grouped_tensor=True its experts would silently not train; build it with "
             "use_grouped_tensor=False and without NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM in the environment"

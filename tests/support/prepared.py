@@ -1,4 +1,4 @@
-"""What the tests' processes have imported when they start: torch, Megatron or vLLM, by one template each."""
+"""What the tests' processes have imported when they start: torch and what is built on it, by one template each."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def patched_megatron() -> None:
 
     megatron_patches.apply()
     import megatron.training.training  # noqa: F401
+
+
+def te_on_cpu() -> None:
+    """Import Transformer Engine, where :func:`tests.support.te_site.on_path` has put it, and give it CPU kernels."""
+    from tests.support.te_site import SHARED
+
+    sys.path.append(str(SHARED))
+    import te_cpu_shim  # type: ignore[import-not-found]  # noqa: F401
 
 
 def vllm_on_cpu() -> None:
@@ -74,6 +82,7 @@ VARIABLES: Mapping[Callable[[], None], Mapping[str, str]] = {
     torch_alone: {},
     torch_for_megatron: MEGATRON,
     patched_megatron: MEGATRON,
+    te_on_cpu: {"NVTE_TORCH_COMPILE": "0"},
     vllm_on_cpu: {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from etp.formats import Float8Block, Float8PerTensor, WeightFormat, quantize_blocks, scale_of
+from etp.formats import Float8Block, Float8PerTensor, WeightFormat, amax_of, quantize_blocks, scale_of
 from etp.layout import ShardLayout
 from etp.stack import Stack
 
@@ -41,6 +41,12 @@ def test_scales_of_what_has_no_range() -> None:
     assert scale_of(amax, power_of_two=False, epsilon=0.0)[3] == torch.finfo(torch.float32).max
     assert scale_of(amax, power_of_two=True, epsilon=0.0)[3] == 2.0**127
     assert scale_of(amax, power_of_two=False, epsilon=1.0)[0] == 448.0
+
+
+def test_largest_magnitudes_of_matrices_of_many_sizes_and_types() -> None:
+    weights = [_weight(5, 16), -_weight(131, 272, 1).float(), torch.zeros(2, 1), _weight(64, 8, 2)[:, 3:]]
+    found = amax_of(weights)
+    assert (found.dtype, found.tolist()) == (torch.float32, [max(map(abs, w.flatten().tolist())) for w in weights])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (131, 272), (5, 16)])
