@@ -19,16 +19,9 @@ from megatron_patches.refit.control.secret import VALUE_VARIABLE
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.trainer import engines
+from megatron_patches.refit.trainer.engine_client import EngineClient, Joined, PauseMode
 from megatron_patches.refit.trainer.engine_control import EngineControl
-from megatron_patches.refit.trainer.engines import (
-    EngineClient,
-    HttpEngine,
-    Joined,
-    LocalEngine,
-    PauseMode,
-    check_given_once,
-    http_engines,
-)
+from megatron_patches.refit.trainer.engines import HttpEngine, LocalEngine, check_given_once, http_engines
 from megatron_patches.refit.trainer.roster import Roster
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 
