@@ -41,12 +41,13 @@ class EngineClient(Protocol):
 
     Workers report results at the rendezvous; these methods raise if an engine could not be reached. Calls after a
     ``join`` must carry the token of that call, so that workers do nothing for a trainer that has been replaced;
-    :class:`Joined` adds it.
+    :class:`Joined` adds it. One method is called at a time, in any thread; only :meth:`check_up` may come while another
+    call hangs. docs/publish.md has an example.
     """
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """Name for messages and reports."""
 
     def world_size(self) -> int:
         """Number of its workers."""
