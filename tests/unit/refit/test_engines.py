@@ -133,6 +133,21 @@ def test_a_server_with_another_secret_says_where_to_find_it(tmp_path: Path, monk
         engine.world_size()
 
 
+def test_a_server_that_demands_an_api_key_is_not_said_to_have_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "a-key-of-tests")
+    refusal = (
+        b"HTTP/1.0 401 no\r\nx-refit-guarded: 1\r\nwww-authenticate: Bearer\r\n\r\n"
+        b'{"error": "authorization: show this server\'s API key"}'
+    )
+    with (
+        answering(refusal) as engine,
+        pytest.raises(RefitError, match=r"answered 401: .*show this server's API") as raised,
+    ):
+        engine.check_up()
+    assert "secret" not in str(raised.value)
+    assert "a-key-of-tests" not in str(raised.value)
+
+
 def test_a_redirect_is_not_followed() -> None:
     """The secret is for nobody else."""
     with answering(ok('{"world_size": 4}')) as elsewhere:
