@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_patches.refit.control.kv_scales import KVScales
+    from megatron_patches.refit.errors import RefitError
     from megatron_patches.refit.trainer.adapters import AdapterPublisher
+    from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode
+    from megatron_patches.refit.trainer.engines import HttpEngine, LocalEngine
     from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
     from megatron_patches.refit.trainer.push_options import (
         EngineReport,
@@ -29,12 +32,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterPublisher",
+    "EngineClient",
     "EngineReport",
     "Fate",
+    "HttpEngine",
     "KVScales",
+    "LocalEngine",
     "OnEngineFailure",
+    "PauseMode",
     "PublishHandle",
     "PushReport",
+    "RefitError",
     "RefitOptions",
     "WeightPublisher",
 ]
@@ -47,8 +55,13 @@ if not TYPE_CHECKING:  # a type checker takes the names from above, and knows th
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         homes = {
             "AdapterPublisher": "trainer.adapters",
+            "EngineClient": "trainer.engine_client",
+            "HttpEngine": "trainer.engines",
             "KVScales": "control.kv_scales",
+            "LocalEngine": "trainer.engines",
+            "PauseMode": "trainer.engine_client",
             "PublishHandle": "trainer.publisher",
+            "RefitError": "errors",
             "WeightPublisher": "trainer.publisher",
         }
         home = homes.get(name, "trainer.push_options")

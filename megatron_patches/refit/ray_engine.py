@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.trainer.engines import LocalEngine, PauseMode
+from megatron_patches.refit.trainer.engine_client import PauseMode
+from megatron_patches.refit.trainer.engines import LocalEngine
 
 METHOD = "refit"
 """Name of the actor's method through which the trainer calls its engine."""
@@ -27,12 +28,12 @@ class RefitActor:
         self._engine = LocalEngine(llm)
 
     def refit(self, method: str, *args: Any, **named: Any) -> Any:
-        """Calls a method of :class:`megatron_patches.refit.trainer.engines.EngineClient` in the actor's process."""
+        """Calls a method of :class:`megatron_patches.refit.EngineClient` in the actor's process."""
         return getattr(self._engine, method)(*args, **named)
 
 
 class RayEngine:
-    """An engine that is a Ray actor; with the methods of :class:`megatron_patches.refit.trainer.engines.EngineClient`.
+    """An engine that is a Ray actor; with the methods of :class:`megatron_patches.refit.EngineClient`.
 
     Args:
         actor: handle of an actor whose class derives from :class:`RefitActor`.
@@ -50,43 +51,43 @@ class RayEngine:
         self.name = name or f"Ray actor {actor._actor_id.hex()}"
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         return int(self._call("world_size"))
 
     def check_up(self) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self._call("check_up")
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self._call("call", dict(call))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self._call("commit", version, reset_cache=reset_cache)
 
     def set_weight_version(self, version: int) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.VersionKeeper`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.VersionKeeper`."""
         self._call("set_weight_version", version)
 
     def pause(self, mode: PauseMode) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self._call("pause", mode)
 
     def resume(self, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self._call("resume", reset_cache=reset_cache)
 
     def is_sleeping(self) -> bool:
-        """See :class:`megatron_patches.refit.trainer.engines.Sleeper`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.Sleeper`."""
         return bool(self._call("is_sleeping"))
 
     def wake_up(self, tag: str) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.Sleeper`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.Sleeper`."""
         self._call("wake_up", tag)
 
     def sleep(self) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.Sleeper`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.Sleeper`."""
         self._call("sleep")
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:

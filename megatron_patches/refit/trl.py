@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.trainer.engines import EngineClient, HttpEngine, PauseMode
+from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode
+from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
 from megatron_patches.refit.trainer.push_options import Fate, OnEngineFailure, RefitOptions
 

@@ -21,7 +21,7 @@ from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.ray_engine import answer_of
-from megatron_patches.refit.trainer.engines import Joined, PauseMode
+from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
 from megatron_patches.refit.trainer.publisher import WeightPublisher
 from megatron_patches.refit.trainer.push_options import Fate, RefitOptions
 
@@ -215,7 +215,7 @@ class EtpCheckpointEngine(CheckpointEngine):
 
 
 class VerlServer:
-    """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.trainer.engines.EngineClient`.
+    """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.EngineClient`.
 
     It is a Ray actor: anyone who can call it can do anything with it, so a join is admitted first.
 
@@ -241,21 +241,21 @@ class VerlServer:
         return self._call("get_rollout_config")
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         return self._world_size
 
     def check_up(self) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self._call("get_server_address")
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         if call["call"] == "join":
             self._tell({"call": "admit"})
         self._tell(self._joined.told(call))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self.call({"call": "commit", "version": version})
         if reset_cache:
             self._call("clear_kv_cache")

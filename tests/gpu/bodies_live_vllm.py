@@ -20,7 +20,8 @@ from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.hf_config import build_config
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.trainer.engines import HttpEngine, SleepMode
+from megatron_patches.refit.trainer.engine_client import SleepMode
+from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import RefitSession
 from tests.integration.live_refit import LONG_PROMPT, PROMPTS
 from tests.support.launch import device

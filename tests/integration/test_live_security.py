@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.refit.control.credentials import Credentials
+from megatron_patches.refit.control.credentials import API_KEY_VARIABLE, Credentials
 from megatron_patches.refit.control.secret import SECRET_HEADER
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.mesh import TrainerMesh
@@ -31,6 +32,7 @@ pytestmark = [
 
 CASE = Case(TrainerMesh(), (), LLAMA)
 TRAINERS = ["127.0.0.1"]
+API_KEY = "key-of-vllm"
 JOIN = {
     "call": "join",
     "host": "127.0.0.1",
@@ -41,9 +43,10 @@ JOIN = {
 }
 
 
-def body(rank: int, world_size: int, url: str, secret_file: str | None, host: str) -> str:
+def body(rank: int, world_size: int, url: str, secret_file: str | None, host: str, api_key: str) -> str:
     """Pushes a model; what the trainer is told, or how many bytes were sent."""
     del world_size
+    os.environ[API_KEY_VARIABLE] = api_key
     chunks = start(CASE)
     fill(CASE, chunks, 1)
     credentials = Credentials(Path(secret_file) if secret_file else None)
@@ -52,13 +55,13 @@ def body(rank: int, world_size: int, url: str, secret_file: str | None, host: st
     with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
         try:
             session.prepare()
+            return f"{session.push(1).nbytes} bytes"
         except RefitError as error:
             return str(error)
-        return f"{session.push(1).nbytes} bytes"
 
 
-def push(url: str, secret_file: Path | None = None, host: str = "127.0.0.1") -> str:
-    args = (url, None if secret_file is None else str(secret_file), host)
+def push(url: str, secret_file: Path | None = None, host: str = "127.0.0.1", api_key: str = API_KEY) -> str:
+    args = (url, None if secret_file is None else str(secret_file), host, api_key)
     found: str = run_megatron(body, 1, args=args, timeout_s=120)[0]
     return found
 
@@ -67,7 +70,7 @@ def push(url: str, secret_file: Path | None = None, host: str = "127.0.0.1") -> 
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("server")
     allowed = json.dumps({"etp": {"trainers": TRAINERS}})
-    with vllm_server(LLAMA, folder, "--additional-config", allowed, api_key="key-of-vllm") as server:
+    with vllm_server(LLAMA, folder, "--additional-config", allowed, api_key=API_KEY) as server:
         yield server
 
 
@@ -80,7 +83,7 @@ def answer(url: str, body: bytes | None, headers: dict[str, str], method: str = 
         return error.code
 
 
-@pytest.mark.parametrize("headers", [{}, {SECRET_HEADER: "of somebody else."}, {"Authorization": "Bearer key-of-vllm"}])
+@pytest.mark.parametrize("headers", [{}, {SECRET_HEADER: "of somebody else."}, {"Authorization": f"Bearer {API_KEY}"}])
 def test_whoever_does_not_show_the_secret_changes_nothing(
     server: VllmServer, headers: dict[str, str], tmp_path: Path
 ) -> None:
@@ -118,8 +121,13 @@ def test_a_trainer_with_the_secret_pushes_and_others_are_told_why_not(server: Vl
     assert f"this process shows the secret of {tmp_path}/secret; the server's log says where its secret is" in refusal
     assert "1 of the workers of http://127.0.0.1:" in push(server.url, host="localhost")
     assert "asked to connect to a trainer at localhost:" in server.log()
+    refusal = push(server.url, api_key="another-key")
+    assert "/refit/lease answered 401: " in refusal
+    assert "show this server's API key; a trainer sends that in VLLM_API_KEY" in refusal
     assert server.log_probabilities(PROMPTS) == before
     assert push(server.url).endswith(" bytes")
     assert server.log_probabilities(PROMPTS) != before
     assert "refit: version 1 of the trainer at 127.0.0.1:" in server.log()
     assert "weights can be replaced by whoever shows the secret of the variable ETP_REFIT_SECRET" in server.log()
+    assert "another-key" not in server.log() + refusal
+    assert API_KEY not in server.log()

@@ -14,7 +14,8 @@ import pytest
 from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPublisher
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.delta import PayloadKind
-from megatron_patches.refit.trainer.engines import HttpEngine, SleepMode
+from megatron_patches.refit.trainer.engine_client import SleepMode
+from megatron_patches.refit.trainer.engines import HttpEngine
 from tests.integration.live_refit import PROMPTS, STAGING
 from tests.integration.test_live_http import ANSWER, State, corrupt_next_packet, state_of
 from tests.integration.test_live_kv_scales import fill, random_model

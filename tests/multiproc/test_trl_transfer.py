@@ -13,7 +13,7 @@ import torch
 
 from megatron_patches.refit import OnEngineFailure, RefitOptions
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.trainer.engines import PauseMode
+from megatron_patches.refit.trainer.engine_client import PauseMode
 from megatron_patches.refit.trl import EtpWeightTransfer, module_of
 from tests.multiproc import bodies_trl as bodies
 from tests.support import plain_engine

@@ -33,7 +33,7 @@ from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.trainer.engines import PauseMode
+from megatron_patches.refit.trainer.engine_client import PauseMode
 from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.nics import AUTO_NICS
@@ -77,7 +77,7 @@ class Engine:
         self._cannot_send = ""
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self._calls.append(call["call"])
         getattr(self, f"_{call['call']}")(call)
 
@@ -305,7 +305,7 @@ def whole(model: Model) -> Manifest:
 
 
 class PlainEngine:
-    """Calls the process; an :class:`megatron_patches.refit.trainer.engines.EngineClient`.
+    """Calls the process; an :class:`megatron_patches.refit.EngineClient`.
 
     Args:
         name: name for messages.
@@ -341,7 +341,7 @@ class PlainEngine:
         return value
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self.check_up()
         return 1
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.trainer.engines import PauseMode
+from megatron_patches.refit.trainer.engine_client import PauseMode
 from tests.support.completion import Completion
 from tests.support.prepared import engine_python, template_of, variables_of, vllm_on_cpu
 from tests.support.template import Process
@@ -119,7 +119,7 @@ class VllmHost:
 
 
 class VllmConnection:
-    """Calls the process; an :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+    """Calls the process; an :class:`megatron_patches.refit.EngineClient`."""
 
     name = "the engine under test"
 

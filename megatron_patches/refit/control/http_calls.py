@@ -128,7 +128,8 @@ class HttpCalls:
         self.server = answer.getheader(GUARDED_HEADER, "")
         is_guarded = bool(self.server)
         if not 200 <= answer.status < 300:
-            raise self._refusal(route, answer.status, said, is_guarded=is_guarded)
+            lacks_secret = is_guarded and answer.getheader("www-authenticate") != "Bearer"  # otherwise the API key
+            raise self._refusal(route, answer.status, said, lacks_secret=lacks_secret)
         try:
             found = json.loads(said) if said else {}
         except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
@@ -141,10 +142,10 @@ class HttpCalls:
             )
         return found if isinstance(found, dict) else {}
 
-    def _refusal(self, route: str, status: int, said: bytes, *, is_guarded: bool) -> RefitError:
-        """The error for an answer with an error status."""
+    def _refusal(self, route: str, status: int, said: bytes, *, lacks_secret: bool) -> RefitError:
+        """The error for an answer with an error status. A 401 is about the secret if ``lacks_secret``."""
         message = f"{self.url}/{route} answered {status}: {_shown(said)}"
-        if status == 401 and is_guarded:
+        if status == 401 and lacks_secret:
             return NotShownError(f"{message}; {self._credentials.describe()}; {HOW_TO_SHARE}")
         return {404: NotFoundError, 410: GoneError}.get(status, RefitError)(message)
 

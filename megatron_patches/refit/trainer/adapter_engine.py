@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_patches.refit.control.adapter_names import session_folder, version_name
-from megatron_patches.refit.trainer.engines import EngineClient, PauseMode
+from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode
 
 
 @runtime_checkable
 class AdapterServer(Protocol):
-    """An engine that serves adapters: a :class:`~megatron_patches.refit.trainer.engines.EngineClient` with more."""
+    """An engine that serves adapters: a :class:`~megatron_patches.refit.EngineClient` with more."""
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
         """Makes vLLM serve a version, and drops the oldest ones beyond ``keep``.
@@ -39,7 +39,7 @@ class AdapterServer(Protocol):
 
 
 class AdapterEngine:
-    """One engine, for versions of one adapter; an :class:`megatron_patches.refit.trainer.engines.EngineClient`.
+    """One engine, for versions of one adapter; an :class:`megatron_patches.refit.EngineClient`.
 
     Args:
         engine: the engine, with the methods of :class:`AdapterServer`.
@@ -64,15 +64,15 @@ class AdapterEngine:
         return self.engine.name
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         return self.engine.world_size()
 
     def check_up(self) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self.engine.check_up()
 
     def call(self, call: Mapping[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         told = {**call, "adapter": self._adapter}
         if call["call"] == "join":
             self._token = call["token"]

@@ -17,7 +17,8 @@ from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.source.adapter import AdapterSource
 from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
-from megatron_patches.refit.trainer.engines import EngineClient, HttpEngine
+from megatron_patches.refit.trainer.engine_client import EngineClient
+from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
 from megatron_patches.refit.trainer.push_options import RefitOptions
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.trainer.engine_client import EngineClient
 from megatron_patches.refit.trainer.engine_control import EngineControl
-from megatron_patches.refit.trainer.engines import EngineClient
 from megatron_patches.refit.trainer.fan_out import FanOut
 from megatron_patches.refit.trainer.lobby import Announcer
 from megatron_patches.refit.trainer.push_options import EngineReport, Fate, OnEngineFailure, RefitOptions

@@ -15,7 +15,7 @@ from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
-from megatron_patches.refit.trainer.engines import EngineClient, PauseMode, Sleeper, SleepMode, VersionKeeper
+from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode, Sleeper, SleepMode, VersionKeeper
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.transports.base import AUTO
 from megatron_patches.refit.transports.memory_mode import MemoryMode
@@ -62,7 +62,7 @@ class EngineControl:
         self._caller = Worker(f"refit-calls-{engine.name}")
         self._call: Future[None] | None = None
         self._paused_at: float | None = None
-        self._asleep: Sleeper | None = None  # if it sleeps with its weights awake; see [Note: sleeping] in engines.py
+        self._asleep: Sleeper | None = None  # if it sleeps with its weights awake; see [Note: sleeping]
         self.workers, self.unreachable, self.paused_s = 0, False, 0.0
 
     @property

@@ -1,10 +1,4 @@
-"""How the trainer calls an inference engine, so that its workers take part in a refit.
-
-[Note: sleeping] An engine in vLLM's sleep mode has released the memory of weights and KV cache; at level 1 it keeps the
-weights in host memory, at level 2 nowhere. It answers no request until both are awake again. So a push does not pause
-it: it wakes the weights first, and the KV cache once the workers serve the version. If the version fails, the cache
-stays asleep, because the weights may be of no version. vLLM 0.26.0 can put an engine to sleep only if it is wholly
-awake, and waking everything would map a second time what is awake already.
+"""The engines that this package can call: a vLLM server, and an ``LLM`` object in this process.
 
 [Note: pausing] vLLM's route ``/pause`` takes 20 ms longer than the engine needs to come to rest, and makes the workers
 empty encoder caches, which no refittable model has. ``/sleep`` at level 0 pauses the scheduler in the same way without
@@ -16,12 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from megatron_patches.refit.control import lease
 from megatron_patches.refit.control.adapter_names import ADAPTER_ROUTE, version_name
@@ -30,6 +23,7 @@ from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.http_calls import HttpCalls, NotFoundError, NotShownError
 from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME, ServerLease
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.trainer.engine_client import EngineClient, Joined, PauseMode
 
 _EMPTYING_S = 10.0  # for users of the prefix cache, such as a KV connector's transfer, to end
 _RETRY_S = 0.25
@@ -38,100 +32,6 @@ _HOW_TO_START = (
     "a server must be up before weights are pushed to it, with VLLM_SERVER_DEV_MODE=1 in its environment, "
     '--weight-transfer-config \'{"backend": "etp"}\' and --middleware megatron_patches.refit.vllm.guard.RefitGuard'
 )
-
-
-class PauseMode(StrEnum):
-    """What happens to running requests when new weights are committed."""
-
-    WAIT = "wait"
-    """They finish on the old weights first."""
-    ABORT = "abort"
-    """They are aborted."""
-    KEEP = "keep"
-    """They continue on the new weights; vLLM first recomputes their KV cache."""
-
-
-class SleepMode(StrEnum):
-    """What a push does with an engine that sleeps at level 1 or 2, as vLLM calls it; see [Note: sleeping]."""
-
-    REFUSE = "refuse"
-    """The push to it fails. It serves nothing until its owner wakes it."""
-    WAKE = "wake"
-    """Wakes its weights, and its KV cache once it serves the version."""
-    RESTORE = "restore"
-    """As ``WAKE``, and then puts it back to sleep at level 1, which keeps the version in host memory."""
-
-
-class EngineClient(Protocol):
-    """One engine. Calls block until all of its workers have done their part, and raise on timeout.
-
-    Workers report results at the rendezvous; these methods raise if an engine could not be reached. Calls after a
-    ``join`` must carry the token of that call, so that workers do nothing for a trainer that has been replaced;
-    :class:`Joined` adds it.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-
-    def world_size(self) -> int:
-        """Number of its workers."""
-
-    def check_up(self) -> None:
-        """Raises unless it can be reached."""
-
-    def call(self, call: dict[str, Any]) -> None:
-        """Passes a call to all of its workers; see :class:`megatron_patches.refit.vllm.refit_call.RefitCall`."""
-
-    def commit(self, version: int, *, reset_cache: bool) -> None:
-        """Makes the workers of a paused engine commit a version. ``reset_cache`` also empties its prefix caches."""
-
-    def pause(self, mode: PauseMode) -> None:
-        """Stops all requests. Returns once none is running; on an error, requests continue."""
-
-    def resume(self, *, reset_cache: bool) -> None:
-        """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause continues."""
-
-
-@runtime_checkable
-class Sleeper(Protocol):
-    """An engine that can sleep; with the methods of :class:`EngineClient`. See [Note: sleeping]."""
-
-    def is_sleeping(self) -> bool:
-        """Whether it sleeps or is paused."""
-
-    def wake_up(self, tag: str) -> None:
-        """Wakes its ``weights`` or its ``kv_cache``. Once both are awake, requests continue."""
-
-    def sleep(self) -> None:
-        """Puts it to sleep at level 1. Requests under way continue when it wakes up."""
-
-
-@runtime_checkable
-class VersionKeeper(Protocol):
-    """An engine that keeps a version of its weights; with the methods of :class:`EngineClient`.
-
-    vLLM has one from 0.32 on: ``/weight_info`` shows it, and each answer can name the versions of its tokens.
-    """
-
-    def set_weight_version(self, version: int) -> None:
-        """Sets it after a commit, before the pause ends. Does nothing if the engine's release has none."""
-
-
-class Joined:
-    """Adds to later calls the token of the session that an engine joined last.
-
-    Attributes:
-        token: the token of that session.
-    """
-
-    def __init__(self) -> None:
-        self.token = ""
-
-    def told(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The call with the session's token added."""
-        self.token = call.get("token", self.token)
-        return {**call, "token": self.token}
 
 
 class HttpEngine:
@@ -200,7 +100,7 @@ class HttpEngine:
             emptied.result()
 
     def set_weight_version(self, version: int) -> None:
-        """See :class:`VersionKeeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.VersionKeeper`."""
         if self._keeps_version:
             try:
                 self._http.call("POST", "update_weight_version", {"new_version": str(version)})
@@ -231,15 +131,15 @@ class HttpEngine:
         self._lease.give_back()
 
     def is_sleeping(self) -> bool:
-        """See :class:`Sleeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         return bool(self._http.call("GET", "is_sleeping").get("is_sleeping"))
 
     def wake_up(self, tag: str) -> None:
-        """See :class:`Sleeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         self._http.call("POST", f"wake_up?tags={tag}")
 
     def sleep(self) -> None:
-        """See :class:`Sleeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         self._http.call("POST", f"sleep?level=1&mode={PauseMode.KEEP.value}")
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
@@ -356,7 +256,7 @@ class LocalEngine:
         self._llm.init_weight_transfer_engine({"init_info": self._joined.told(call)})
 
     def set_weight_version(self, version: int) -> None:
-        """See :class:`VersionKeeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.VersionKeeper`."""
         if hasattr(self._llm, "update_weight_version"):  # not in vLLM 0.26
             self._llm.update_weight_version(str(version))
 
@@ -399,15 +299,15 @@ class LocalEngine:
             self._empty_caches()
 
     def is_sleeping(self) -> bool:
-        """See :class:`Sleeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         return bool(self._llm.llm_engine.is_sleeping())
 
     def wake_up(self, tag: str) -> None:
-        """See :class:`Sleeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         self._llm.wake_up([tag])
 
     def sleep(self) -> None:
-        """See :class:`Sleeper`."""
+        """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         self._llm.sleep(1, mode=PauseMode.KEEP.value)
 
     def _empty_caches(self) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from megatron_patches.refit.control.kv_scales import KVScalesOfLayers
 from megatron_patches.refit.control.messages import Standing
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.trainer.engines import EngineClient, HttpEngine
+from megatron_patches.refit.trainer.engine_client import EngineClient
+from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.push_options import EngineReport, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.trainer.session import RefitSession
 
@@ -73,7 +74,7 @@ class WeightPublisher:
         it meanwhile takes the current version from the engines that serve it.
 
         Args:
-            engine: URL of a vLLM server, or any :class:`megatron_patches.refit.trainer.engines.EngineClient`.
+            engine: URL of a vLLM server, or any :class:`megatron_patches.refit.EngineClient`.
 
         Returns:
             Its name in reports: for a server, its URL.

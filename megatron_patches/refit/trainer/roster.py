@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.trainer.engines import EngineClient, HttpEngine, check_given_once
+from megatron_patches.refit.trainer.engine_client import EngineClient
+from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -29,17 +29,18 @@ async def read_body(receive: Receive, most: int) -> bytes:
     return b"".join(parts)
 
 
-async def answer(send: Send, status: int, error: str | None, **found: Any) -> None:
+async def answer(send: Send, status: int, error: str | None, scheme: str = "refit", **found: Any) -> None:
     """Sends a complete answer.
 
     Args:
         send: ASGI callable to send with.
         status: HTTP status.
         error: what was wrong; None on success.
+        scheme: how to authenticate, if the status is 401.
         found: what was asked for, on success.
     """
     content = json.dumps(found if error is None else {"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()), GUARDED]
-    headers += [(b"www-authenticate", b"refit")] if status == 401 else []
+    headers += [(b"www-authenticate", scheme.encode())] if status == 401 else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

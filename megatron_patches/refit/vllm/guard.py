@@ -11,7 +11,8 @@ all that ``VLLM_SERVER_DEV_MODE`` opens and any that a later vLLM adds, answers 
 sees a request first.
 
 It also grants leases, so that no server waits for ever for a trainer that has paused it
-(:mod:`megatron_patches.refit.vllm.pause_lease`).
+(:mod:`megatron_patches.refit.vllm.pause_lease`). If the server has an API key, the routes that this package adds demand
+it too.
 
 Workers join no trainer until their server's guard has admitted it. See
 :class:`megatron_patches.refit.vllm.engine_settings.EngineSettings` for running without a guard.
@@ -19,10 +20,13 @@ Workers join no trainer until their server's guard has admitted it. See
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 
 from megatron_patches.refit.control import lease
 from megatron_patches.refit.control.adapter_names import ADAPTER_ROUTE
+from megatron_patches.refit.control.credentials import API_KEY_VARIABLE
 from megatron_patches.refit.control.secret import SECRET_HEADER, Secret, read_or_make_secret
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.vllm.adapter_route import add_adapter
@@ -43,6 +47,10 @@ _PUBLIC = frozenset(
 )
 # These change the model that answers.
 _NOT_PUBLIC = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+
+_OWN = frozenset({f"/{lease.ROUTE}", f"/{ADAPTER_ROUTE}"})
+"""The routes that this package adds."""
 
 
 class RefitGuard:
@@ -90,10 +98,15 @@ class RefitGuard:
             logger.warning("refit: refused %s of %s, who did not show the secret", scope["path"], scope.get("client"))
             await answer(send, 401, f"{SECRET_HEADER}: show this server's secret")
             return
+        route = route_of(scope)
+        if route in _OWN and not _has_key(scope, dict(headers)):
+            logger.warning("refit: refused %s of %s, who did not show the API key", route, scope.get("client"))
+            why = f"authorization: show this server's API key; a trainer sends that in {API_KEY_VARIABLE}"
+            await answer(send, 401, why, scheme="Bearer")
+            return
         if not _is_json(dict(headers)):
             await answer(send, 415, "content-type: a body must be application/json")
             return
-        route = route_of(scope)
         if route == f"/{lease.ROUTE}":
             await self._lease.request(scope, receive, send)
             return
@@ -135,6 +148,16 @@ def route_of(scope: Message) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def _has_key(scope: Message, headers: dict[bytes, bytes]) -> bool:
+    """Whether a request shows an API key of the server, if it has any: as vLLM demands it for inference."""
+    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
+    keys = getattr(arguments, "api_key", None) or [os.environ.get(API_KEY_VARIABLE)]
+    known = [key.encode() for key in keys if key]
+    scheme, _, shown = headers.get(b"authorization", b"").partition(b" ")
+    matches = [hmac.compare_digest(shown, key) for key in known]  # all, so that the time says nothing
+    return not known or (scheme.lower() == b"bearer" and any(matches))
 
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:

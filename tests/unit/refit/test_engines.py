@@ -19,16 +19,9 @@ from megatron_patches.refit.control.secret import VALUE_VARIABLE
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.trainer import engines
+from megatron_patches.refit.trainer.engine_client import EngineClient, Joined, PauseMode
 from megatron_patches.refit.trainer.engine_control import EngineControl
-from megatron_patches.refit.trainer.engines import (
-    EngineClient,
-    HttpEngine,
-    Joined,
-    LocalEngine,
-    PauseMode,
-    check_given_once,
-    http_engines,
-)
+from megatron_patches.refit.trainer.engines import HttpEngine, LocalEngine, check_given_once, http_engines
 from megatron_patches.refit.trainer.roster import Roster
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 
@@ -138,6 +131,21 @@ def test_a_server_with_another_secret_says_where_to_find_it(tmp_path: Path, monk
     message = f"this process has no secret: there is no {tmp_path}/megatron-etp/refit-secret; the server's log says"
     with answering(refusal) as engine, pytest.raises(RefitError, match=message):
         engine.world_size()
+
+
+def test_a_server_that_demands_an_api_key_is_not_said_to_have_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "a-key-of-tests")
+    refusal = (
+        b"HTTP/1.0 401 no\r\nx-refit-guarded: 1\r\nwww-authenticate: Bearer\r\n\r\n"
+        b'{"error": "authorization: show this server\'s API key"}'
+    )
+    with (
+        answering(refusal) as engine,
+        pytest.raises(RefitError, match=r"answered 401: .*show this server's API") as raised,
+    ):
+        engine.check_up()
+    assert "secret" not in str(raised.value)
+    assert "a-key-of-tests" not in str(raised.value)
 
 
 def test_a_redirect_is_not_followed() -> None:

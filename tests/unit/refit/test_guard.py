@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_patches.refit.control.credentials import API_KEY_VARIABLE
 from megatron_patches.refit.control.secret import FILE_VARIABLE, GUARDED_HEADER, SECRET_HEADER, VALUE_VARIABLE
 from megatron_patches.refit.vllm import guard
 from megatron_patches.refit.vllm.guard import RefitGuard
@@ -47,9 +48,18 @@ class Server:
         await send({"type": "http.response.body", "body": b""})
 
     def request(
-        self, path: str, headers: dict[str, str] | Sequence[tuple[str, str]] = (), root: str = "", method: str = "POST"
+        self,
+        path: str,
+        headers: dict[str, str] | Sequence[tuple[str, str]] = (),
+        root: str = "",
+        method: str = "POST",
+        *,
+        reads: bool = False,
     ) -> int:
-        """The status of the answer; -1 if the connection was closed instead. A refused request's body is not read."""
+        """The status of the answer; -1 if the connection was closed instead.
+
+        A refused request's body is not read, unless ``reads``.
+        """
         sent: list[Any] = []
         read: list[bool] = []
 
@@ -69,7 +79,7 @@ class Server:
             assert not read
             return -1
         status = int(sent[0]["status"])
-        assert status == 200 or not read
+        assert bool(read) == (reads or status == 200)
         return status
 
 
@@ -143,6 +153,45 @@ def test_a_prefix_of_the_server_opens_nothing() -> None:
 )
 def test_a_body_is_json(headers: dict[str, str], status: int) -> None:
     assert Server().request("/collective_rpc", {**SHOWN, **headers}) == status
+
+
+@pytest.mark.parametrize(
+    ("keys", "variable", "authorization", "status"),
+    [
+        (["one-key", "other-key"], None, None, 401),
+        (["one-key", "other-key"], None, "Bearer ", 401),
+        (["one-key", "other-key"], None, "Bearer one-ke", 401),
+        (["one-key", "other-key"], None, "Basic one-key", 401),
+        (["one-key", "other-key"], None, "bearer other-key", 400),
+        (["one-key"], "another", "Bearer another", 401),
+        (None, "one-key", None, 401),
+        (None, "one-key", "Bearer one-key", 400),
+        (None, "", None, 400),
+        (None, None, None, 400),
+    ],
+)
+@pytest.mark.parametrize("path", ["/refit/lease", "/refit/adapters"])
+def test_what_this_package_adds_demands_the_api_key_as_inference_does(
+    path: str,
+    keys: list[str] | None,
+    variable: str | None,
+    authorization: str | None,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It answers 400 to who may ask, because the body asks for nothing. No key is logged."""
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(API_KEY_VARIABLE, variable)
+    server = Server()
+    server.state.args = SimpleNamespace(api_key=keys)
+    shown = {} if authorization is None else {"authorization": authorization}
+    assert server.request(path, {**SHOWN, **shown, **JSON}, reads=status == 400) == status
+    assert server.request(path, {**shown, **JSON}) == 401
+    assert server.request("/sleep", SHOWN) == 200
+    assert ("who did not show the API key" in caplog.text) == (status == 401)
+    assert not {key for key in ("one-key", "other-key", "another") if key in caplog.text}
 
 
 @NEEDS_VLLM

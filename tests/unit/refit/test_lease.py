@@ -22,7 +22,8 @@ from megatron_patches.refit.control.http_calls import HttpCalls
 from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME, ROUTE
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.trainer import engines
-from megatron_patches.refit.trainer.engines import HttpEngine, PauseMode
+from megatron_patches.refit.trainer.engine_client import PauseMode
+from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.vllm import pause_lease
 from megatron_patches.refit.vllm.guard import RefitGuard
 from tests.support.launch import RanksFailedError, run_distributed
