@@ -63,6 +63,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
 )
 """Megatron's flag of each field of a ``config.json``."""
 
+_YARN_FLAGS = "--rope-type --rotary-scaling-factor --mscale --mscale-all-dim --yarn-..."
 # Fields that mean nothing for loaded weights, and fields that are compared separately.
 _NOT_COMPARED = frozenset(
     {
@@ -134,8 +135,10 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
         for name in mine
         if name in given and name not in unused and given[name] != mine[name]
     ]
-    if "rope_scaling" in mine and (scaling := rope_scaling(config)) != mine["rope_scaling"]:
-        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"]))
+    scaling = rope_scaling(config) if theirs.traits.yarn is None else theirs.config()["rope_scaling"]
+    if "rope_scaling" in mine and scaling != mine["rope_scaling"]:
+        latent = family.traits.latent is not None
+        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"], _YARN_FLAGS if latent else None))
     if differing:
         raise LoadError(f"the checkpoint holds another model than this run's: {'; '.join(differing)}")
 
@@ -230,8 +233,8 @@ def _is_unlimited(limit: object) -> bool:
     return limit in ([0, math.inf], [0, {"__float__": "Infinity"}])
 
 
-def _difference(name: str, given: object, mine: object) -> str:
-    flag = FLAGS.get(name)
+def _difference(name: str, given: object, mine: object, flag: str | None = None) -> str:
+    flag = flag or FLAGS.get(name)
     return f"{name} is {given!r} in config.json and {mine!r} in this run" + (f" ({flag})" if flag else "")
 
 

@@ -6,14 +6,17 @@ None of them changes the shape of a tensor, so a plan could still be made and pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.weight_format import BLOCK, WeightFormat
 
 _USUAL_ROTARY = (None, "default")
-# What Megatron's --use-rope-scaling computes, in the architectures that are exported with it.
+# What Megatron computes with --use-rope-scaling, and other ways in which architectures are exported.
 _SCALED_ROTARY = "llama3"
-_WITHOUT_SCALING = frozenset({"DeepseekV3ForCausalLM", "NemotronHForCausalLM"})
+_OTHER_ROTARY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"DeepseekV3ForCausalLM": ("yarn",), "NemotronHForCausalLM": ()}
+)
 
 
 def check_live(config: Mapping[str, object], architecture: str) -> None:
@@ -58,7 +61,7 @@ def _quantized(config: Mapping[str, object]) -> Iterator[str]:
 
 
 def _rotary(config: Mapping[str, object], architecture: str) -> Iterator[str]:
-    known = _USUAL_ROTARY if architecture in _WITHOUT_SCALING else (*_USUAL_ROTARY, _SCALED_ROTARY)
+    known = (*_USUAL_ROTARY, *_OTHER_ROTARY.get(architecture, (_SCALED_ROTARY,)))
     for name in ("rope_scaling", "rope_parameters"):
         entry = config.get(name)
         if not isinstance(entry, Mapping):

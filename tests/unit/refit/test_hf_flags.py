@@ -25,7 +25,7 @@ PARAMETERS = {
 }
 """As published; that of Nemotron-H is rounded."""
 REFUSED = {
-    "deepseek-v3": r"its weights are quantized \(quantization_config\).*; its rotary positions are scaled by .*'yarn'",
+    "deepseek-v3": r"its weights are quantized \(quantization_config\); load a copy in bfloat16$",
     "gpt-oss-20b": "the architecture is GptOssForCausalLM; known are ",
 }
 
@@ -124,6 +124,53 @@ def test_a_configuration_that_transformers_saves_gives_the_same_flags(name: str,
     config = family_from_config(getattr(tiny_models, name)).config()
     AutoConfig.for_model(**config).save_pretrained(tmp_path)
     assert model_flags(read_config(tmp_path)) == model_flags(config)
+
+
+def test_yarn_is_told_by_flags() -> None:
+    """Where flags are Megatron's defaults for latent attention, stock Megatron needs none of them."""
+    yarn: dict[str, object] = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    given = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    config = {name: value for name, value in PUBLIC["deepseek-v3"].items() if name != "quantization_config"}
+    plain = "--rope-type yarn --rotary-scaling-factor 40.0 --mscale 1.0 --mscale-all-dim 1.0"
+    assert f"--qk-layernorm {plain} --q-lora-rank" in " ".join(model_flags(config | {"rope_scaling": yarn | given}))
+    kimi = given | {"beta_fast": 1.0, "original_max_position_embeddings": 2048}
+    more = "--yarn-original-max-position-embeddings 2048 --yarn-beta-fast 1.0"
+    assert f"{plain} {more} --q-lora-rank" in " ".join(model_flags(config | {"rope_scaling": yarn | kimi}))
+    assert "--yarn-original-max-position-embeddings 163840 --q" in " ".join(
+        model_flags(config | {"rope_scaling": yarn})
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"attention_factor": 1.2},
+            r"YaRN with attention_factor 1\.2: Megatron's latent attention has no such setting",
+        ),
+        ({"truncate": False}, "YaRN with truncate False: "),
+        ({"factor": None}, "YaRN without factor"),
+        ({"mscale": None}, None),
+        (
+            {"mscale": 0.7},
+            r"YaRN with mscale 0\.7 and mscale_all_dim 0\.0, for which transformers and Megatron compute",
+        ),
+        ({"mscale": 0, "mscale_all_dim": 1.0}, r"YaRN with mscale 0\.0 and mscale_all_dim 1\.0"),
+        ({"factor": 0.5}, r"YaRN shortens sequences \(by a factor of 0\.5\).* \(rope_scaling\)$"),
+        (
+            {"original_max_position_embeddings": 0},
+            "original_max_position_embeddings is 0 in the configuration; it must",
+        ),
+    ],
+)
+def test_yarn_that_megatron_has_not_is_refused_by_name(changes: dict[str, object], message: str | None) -> None:
+    entry = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 32, **changes}
+    config = tiny_models.DEEPSEEK_V3 | {"rope_scaling": entry}
+    if message is None:
+        assert "--mscale 1.0" in " ".join(model_flags(config))
+        return
+    with pytest.raises(UnsupportedModelError, match=message):
+        model_flags(config)
 
 
 def test_dropout_is_what_the_configuration_says() -> None:
