@@ -25,7 +25,7 @@ PARAMETERS = {
 }
 """As published; that of Nemotron-H is rounded."""
 REFUSED = {
-    "gpt-oss-20b": "the architecture is GptOssForCausalLM; known are ",
+    "gpt-oss-20b": "the architecture is GptOssForCausalLM, whose experts are stored transposed and .* row; known are ",
 }
 
 
