@@ -1,7 +1,7 @@
 """Fixes for bugs of megatron-core 0.19.2 with sharded weights, one file per bug.
 
 Every fix is inactive if no weight is sharded, so ``--etp-size 1`` is bitwise equal to stock Megatron, except that
-``--rope-scaling-factor`` has an effect.
+``--rope-scaling-factor`` has an effect, and the ``--yarn-`` flags have one with ``--multi-latent-attention``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_patches.fixes import (
     fused_accumulation,
     graph_scopes,
     grouped_experts,
+    latent_yarn,
     muon,
     parameter_norm,
     rotary_scaling,
@@ -41,6 +42,7 @@ def records() -> tuple[PatchRecord, ...]:
         fused_accumulation.RECORD,
         graph_scopes.RECORD,
         grouped_experts.RECORD,
+        latent_yarn.RECORD,
         *muon.RECORDS,
         parameter_norm.RECORD,
         rotary_scaling.RECORD,

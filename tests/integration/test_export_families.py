@@ -69,7 +69,20 @@ NEMOTRON_H: dict[str, object] = {
     "tie_word_embeddings": False,
 }
 CONFIGS = {"DeepseekV3ForCausalLM": DEEPSEEK_V3, "NemotronHForCausalLM": NEMOTRON_H}
-CHANGES = {"DeepseekV3ForCausalLM": {}, "NemotronHForCausalLM": {"moe_latent_size": 20, "tie_word_embeddings": True}}
+YARN: dict[str, object] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,  # shorter than the texts of the tests
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+"""No value is a default."""
+CHANGES: dict[str, dict[str, object]] = {
+    "DeepseekV3ForCausalLM": {"rope_scaling": YARN},
+    "NemotronHForCausalLM": {"moe_latent_size": 20, "tie_word_embeddings": True},
+}
 """What every other mesh's model has besides."""
 MESHES = {
     1: (TrainerMesh(),),
@@ -128,6 +141,8 @@ def test_logits_of_the_export_equal_megatrons(tmp_path: Path, architecture: str,
     results = run_megatron(export, ranks, timeout_s=240, args=(str(tmp_path), architecture), fresh=True)
     for number, expected in enumerate(results[0]):
         model = open_export(tmp_path / str(number), architecture)
+        scaled = "rope_scaling" in CHANGES[architecture] and number % 2 == 0
+        assert (model.config.to_dict().get("rope_parameters", {}).get("rope_type") == "yarn") == scaled
         with torch.no_grad():
             logits = model(TOKENS).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from tests.integration.tiny_models import VOCABULARY
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case, build_chunk
 from tests.support.live_parallel import start_parallel_state
-from tests.support.random_checkpoint import random_tensors, read_tensors, write_checkpoint
+from tests.support.random_checkpoint import quantized, random_tensors, read_tensors, write_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
 
@@ -157,6 +157,57 @@ def test_what_is_exported_from_a_loaded_model_is_what_was_loaded(tmp_path: Path,
             assert loaded.read == loaded.needed
 
 
+WIDE: Config = {"hidden_size": 192, "intermediate_size": 328, "num_hidden_layers": 2}
+"""Sizes with several blocks, which shards and heads do not follow."""
+FP8: Config = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+IN_FP8: dict[str, Config] = {
+    "llama": CONFIGS["llama"] | WIDE | FP8,
+    "qwen3_moe": CONFIGS["qwen3_moe"] | WIDE | FP8 | {"moe_intermediate_size": 200},
+    "deepseek_v3": CONFIGS["deepseek_v3"] | WIDE | FP8 | {"moe_intermediate_size": 136, "kv_lora_rank": 148},
+}
+IN_FP8_SPREAD = (
+    Spread("llama", TrainerMesh(tp=2), torch.bfloat16),
+    Spread("llama", TrainerMesh(etp=2)),
+    Spread("qwen3_moe", TrainerMesh(tp=2, expert_tp=2), torch.bfloat16),
+    Spread("deepseek_v3", TrainerMesh(etp=2, expert_etp=2), torch.bfloat16),
+)
+
+
+def load_and_export_fp8(rank: int, world_size: int, folder: str) -> list[dict[tuple[str, str], int]]:
+    """Loads each model from its checkpoint in block FP8, and exports it as it is trained."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron_patches.refit.checkpoints.export import export_checkpoint
+    from megatron_patches.refit.checkpoints.load_hf import load_hf_checkpoint
+
+    found = []
+    for number, spread in enumerate(IN_FP8_SPREAD):
+        chunks = build(spread, rank, IN_FP8[spread.config])
+        report = load_hf_checkpoint(chunks, Path(folder) / spread.config, tokens=VOCABULARY)
+        export_checkpoint(chunks, Path(folder) / f"back{number}", vocab_size=VOCABULARY)
+        found.append(dict(report.conversions))
+    return found
+
+
+@pytest.mark.quick
+def test_block_fp8_is_dequantized_slice_by_slice(tmp_path: Path) -> None:
+    meant = {}
+    for name, config in IN_FP8.items():
+        stored, meant[name] = quantized(random_tensors(config, torch.bfloat16))
+        write_checkpoint(tmp_path / name, config, stored, files=2)
+    results = run_megatron(load_and_export_fp8, 2, timeout_s=240, args=(str(tmp_path),), fresh=True)
+    assert results[0] == results[1]
+    for number, spread in enumerate(IN_FP8_SPREAD):
+        back, original = read_tensors(tmp_path / f"back{number}"), meant[spread.config]
+        assert back.keys() == original.keys()
+        for name, values in back.items():
+            assert torch.equal(values, original[name].to(values.dtype)), (spread, name)
+        dtype = str(spread.dtype).removeprefix("torch.")
+        matrices = sum(1 for values in original.values() if values.dtype == torch.float32 and values.dim() == 2)
+        assert results[0][number]["float8_e4m3fn", dtype] == matrices > 10
+
+
 @dataclass(frozen=True)
 class Refused:
     """A checkpoint that does not fit.
@@ -182,7 +233,7 @@ REFUSED = (
     Refused("layers", "num_hidden_layers is 3 in config.json and 4 in this run (--num-layers)"),
     Refused("tokens", "vocab_size is 36 in config.json, and the run's tokenizer has 37 tokens"),
     Refused("rows", "vocab_size is 41 in config.json, and the model's embedding has 40 rows; pass --padded-vocab-size"),
-    Refused("integers", "model.norm.weight is int32; only float32, bfloat16, float16 can be loaded"),
+    Refused("integers", "model.norm.weight is int32; only float32, bfloat16, float16 and block FP8"),
     Refused("cut_off", "is cut off: "),
     Refused("head", "of lm_head.weight[", touched=True),
     Refused("copy", "of model.layers.4.embed_tokens.weight[", config="deepseek_v3", touched=True),

@@ -197,14 +197,25 @@ def build_latent_chunk(case: Case, chunk: int) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     mesh, traits = case.mesh, family_from_config(case.config).traits
-    latent = traits.latent
+    latent, yarn = traits.latent, traits.yarn
+    positions: dict[str, Any] = {"rope_type": "rope"}
+    if yarn is not None:
+        positions = {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_positions,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
     config = MLATransformerConfig(
         q_lora_rank=latent.q_rank or None,
         kv_lora_rank=latent.kv_rank,
         qk_head_dim=latent.nope_dim,
         qk_pos_emb_head_dim=latent.rope_dim,
         v_head_dim=latent.v_dim,
-        rope_type="rope",
+        **positions,
         apply_rope_fusion=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

@@ -225,4 +225,4 @@ PUBLIC: dict[str, dict[str, object]] = {
         "sliding_window": 128,
     },
 }
-"""By name. The last two are refused."""
+"""By name. The last one is refused."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_patches.refit.layout.weight_format import blocks_of, quantized_weights, scales_of
 from megatron_patches.refit.models.config_traits import family_from_config
 
 _COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
@@ -26,6 +27,23 @@ def random_tensors(config: Mapping[str, object], dtype: torch.dtype = torch.floa
         values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         found[name] = values if name.endswith("e_score_correction_bias") else values.to(dtype)
     return found
+
+
+def quantized(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint in block FP8, and what it stands for in fp32. Scales are random and in fp32.
+
+    Args:
+        tensors: name and shape of every tensor; those that stay as they are.
+    """
+    stored, meant = dict(tensors), dict(tensors)
+    for name in quantized_weights({name: tuple(values.shape) for name, values in tensors.items()}):
+        numbers = tensors[name].to(torch.float8_e4m3fn)
+        rows, columns = numbers.shape
+        scales = torch.rand(blocks_of(numbers.shape), generator=torch.Generator().manual_seed(rows)) + 0.01
+        stored |= {name: numbers, scales_of(name): scales}
+        whole = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        meant[name] = numbers.float() * whole
+    return stored, meant
 
 
 def write_checkpoint(

@@ -26,6 +26,7 @@ from megatron_patches.fixes import (
     frozen,
     fused_accumulation,
     graph_scopes,
+    latent_yarn,
     muon,
     rotary_scaling,
     te_construction,
@@ -76,6 +77,25 @@ class TestRotaryScaling:
         assert replacement(given, config=None).rope_scaling_factor == factor
         said = "rotary positions are scaled by 32, as --rope-scaling-factor says; stock Megatron scales them by 8"
         assert (said in capsys.readouterr().out) == (factor == 32.0)
+
+
+class TestLatentYarn:
+    @pytest.mark.parametrize(
+        ("args", "expected"),
+        [
+            ({"load_hf": None, "multi_latent_attention": True}, (2048, 32.0, 0.5)),
+            ({"load_hf": None, "multi_latent_attention": False}, (4096, 32.0, 1.0)),
+            ({"multi_latent_attention": True}, (4096, 32.0, 1.0)),
+        ],
+        ids=["launcher", "no_latent_attention", "stock"],
+    )
+    def test_given_flags_have_an_effect_unless_stock_megatron_trained(
+        self, args: dict[str, object], expected: tuple[object, ...]
+    ) -> None:
+        config = types.SimpleNamespace(original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0)
+        flags = {"yarn_original_max_position_embeddings": 2048, "yarn_beta_fast": None, "yarn_beta_slow": 0.5}
+        latent_yarn.RECORD.replace(lambda *_: None)(config, types.SimpleNamespace(**flags, **args))
+        assert (config.original_max_position_embeddings, config.beta_fast, config.beta_slow) == expected
 
 
 class TestAlignedGradSync:

@@ -16,6 +16,7 @@ from megatron_patches.refit.models.config_traits import dtype_of, family_from_co
 from megatron_patches.refit.models.family import ModelFamily
 from megatron_patches.refit.models.llama import common_config
 from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.models.yarn import yarn_flags
 
 _DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -40,7 +41,7 @@ def model_flags(config: Mapping[str, object]) -> list[str]:
     ]
     scaling = rope_scaling(config)
     traits = family.traits
-    if scaling is not None and scaling != _llama_scaling(family, scaling):
+    if scaling is not None and traits.yarn is None and scaling != _llama_scaling(family, scaling):
         reasons.append(f"its rotary positions are scaled by {scaling} (rope_scaling)")
     if not traits.rope_base.is_integer():
         reasons.append(f"its rotary base is {traits.rope_base} (rope_theta), and Megatron takes whole numbers")
@@ -51,7 +52,7 @@ def model_flags(config: Mapping[str, object]) -> list[str]:
     if reasons:
         raise UnsupportedModelError(f"Megatron cannot build this {family.architecture}: {'; '.join(reasons)}")
     flags = [*_shape(family, config), *_attention(traits), *_feed_forward(traits), *_experts(traits)]
-    if scaling is not None:
+    if scaling is not None and traits.yarn is None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", str(scaling["factor"])]
     return flags
 
@@ -122,7 +123,8 @@ def _attention(traits: ModelTraits) -> Iterator[str]:
     yield from ("--num-attention-heads", str(traits.num_heads))
     if traits.latent is not None:
         latent = traits.latent
-        yield from ("--multi-latent-attention", "--rope-type", "rope", "--qk-layernorm")
+        yield from ("--multi-latent-attention", "--qk-layernorm")
+        yield from ("--rope-type", "rope") if traits.yarn is None else yarn_flags(traits.yarn)
         if latent.q_rank:
             yield from ("--q-lora-rank", str(latent.q_rank))
         yield from ("--kv-lora-rank", str(latent.kv_rank), "--qk-head-dim", str(latent.nope_dim))

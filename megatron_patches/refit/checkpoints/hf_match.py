@@ -10,8 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from megatron_patches.refit.checkpoints.hf_blocks import check_blocks
 from megatron_patches.refit.checkpoints.hf_files import HuggingFaceFiles
 from megatron_patches.refit.errors import LoadError
+from megatron_patches.refit.layout.weight_format import is_block_fp8
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.family import ModelFamily
 
@@ -63,6 +65,7 @@ FIELD_FLAGS: Mapping[str, str] = MappingProxyType(
 )
 """Megatron's flag of each field of a ``config.json``."""
 
+_YARN_FLAGS = "--rope-type --rotary-scaling-factor --mscale --mscale-all-dim --yarn-..."
 # Fields that mean nothing for loaded weights, and fields that are compared separately.
 _NOT_COMPARED = frozenset(
     {
@@ -134,8 +137,10 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
         for name in mine
         if name in given and name not in unused and given[name] != mine[name]
     ]
-    if "rope_scaling" in mine and (scaling := rope_scaling(config)) != mine["rope_scaling"]:
-        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"]))
+    scaling = rope_scaling(config) if theirs.traits.yarn is None else theirs.config()["rope_scaling"]
+    if "rope_scaling" in mine and scaling != mine["rope_scaling"]:
+        latent = family.traits.latent is not None
+        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"], _YARN_FLAGS if latent else None))
     if differing:
         raise LoadError(f"the checkpoint holds another model than this run's: {'; '.join(differing)}")
 
@@ -148,7 +153,7 @@ def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, 
         whose embedding is its output layer.
 
     Raises:
-        LoadError: with the tensors that are missing, unexpected, of another shape or not of floating point.
+        LoadError: with the tensors that are missing, unexpected or of another shape, or in FP8 without its scales.
     """
     needed = family.shapes()
     missing = [name for name in needed if name not in files.tensors]
@@ -165,11 +170,8 @@ def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, 
                 f"{tuple(shape)}"
             )
     repeated = _repeated(files, family)
-    unexpected = [
-        name
-        for name in files.tensors
-        if name not in needed and name not in repeated and not name.endswith(".rotary_emb.inv_freq")
-    ]
+    known = {*needed, *repeated, *check_blocks(files, [*needed, *repeated])}
+    unexpected = [name for name in files.tensors if name not in known and not name.endswith(".rotary_emb.inv_freq")]
     if unexpected:
         raise LoadError(
             f"{_listed(sorted(unexpected))} unexpected in {files.directory}: the model of this run has no such tensor"
@@ -205,8 +207,11 @@ def rope_scaling(config: Mapping[str, object]) -> Mapping[str, object] | None:
 
 def unsupported(config: Mapping[str, object]) -> Iterator[str]:
     """One clause per setting that no Megatron model here has, and that changes answers without changing a shape."""
-    if config.get("quantization_config"):
-        yield "its weights are quantized (quantization_config); load a copy in bfloat16"
+    if (method := config.get("quantization_config")) and not is_block_fp8(method):
+        yield (
+            f"its weights are quantized (quantization_config {method}), and not in block FP8 of 128 x 128; load a copy "
+            "in bfloat16"
+        )
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         yield f"its attention has a window (sliding_window {config['sliding_window']})"
     places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
@@ -230,8 +235,8 @@ def _is_unlimited(limit: object) -> bool:
     return limit in ([0, math.inf], [0, {"__float__": "Infinity"}])
 
 
-def _difference(name: str, given: object, mine: object) -> str:
-    flag = FIELD_FLAGS.get(name)
+def _difference(name: str, given: object, mine: object, flag: str | None = None) -> str:
+    flag = flag or FIELD_FLAGS.get(name)
     return f"{name} is {given!r} in config.json and {mine!r} in this run" + (f" ({flag})" if flag else "")
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 
+from megatron_patches.refit.checkpoints.hf_blocks import dequantize, dequantize_by_block, scales_box
 from megatron_patches.refit.checkpoints.hf_files import HuggingFaceFiles, StoredTensor
 from megatron_patches.refit.errors import DigestError
 from megatron_patches.refit.layout.boxes import Box
@@ -21,6 +24,7 @@ from megatron_patches.refit.layout.conversion import check_none_overflowed
 from megatron_patches.refit.layout.digest import combine, digest_array
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.layout.manifest import Placement
+from megatron_patches.refit.layout.weight_format import QUANTIZED, scales_of
 from megatron_patches.refit.memory.loads import fill
 from megatron_patches.refit.planning.transfers import Transfer
 
@@ -40,11 +44,11 @@ def read_slices(
         transfers: what this rank reads.
         files: the checkpoint.
         memory: this rank's storages, one-dimensional tensors on any device.
-        staging_bytes: most bytes that are read at a time.
-        progress: called with the number of bytes after each box.
+        staging_bytes: most bytes of weights that are held at a time, as they are read or while they are converted.
+        progress: called with the number of bytes written after each box.
 
     Returns:
-        The number of bytes read.
+        The number of bytes read, without scales.
 
     Raises:
         RefitError: if a weight is too large for the dtype that it is converted to.
@@ -54,15 +58,16 @@ def read_slices(
     for item in transfers:
         by_file[files.tensors[item.box.tensor].file].append(item)
     total = 0
-    for file, items in sorted(by_file.items()):
-        with safe_open(files.directory / file, framework="pt") as handle:
+    for _, items in sorted(by_file.items()):
+        with ExitStack() as stack:
+            reader = _Reader(files, stack)
             for item in _in_pieces(items, staging_bytes):
-                values = handle.get_slice(item.box.tensor)[_slices(item.box)]
+                values = reader.weights(item.box)
                 place = item.write.tensor(memory[item.write.storage]).copy_(values)
                 if item.source_dtype != item.dtype:
                     check_none_overflowed(values, place, item.box)
-                total += values.nbytes
-                progress(values.nbytes)
+                total += item.box.volume * itemsize(item.source_dtype)
+                progress(item.nbytes)
     return total
 
 
@@ -89,11 +94,11 @@ def verify_slices(
     for placement in sorted(placements, key=lambda item: (files.tensors[item.box.tensor].file, item.box)):
         box, storage = placement.box, memory[placement.view.storage]
         stored = files.tensors[box.tensor]
-        width = max(storage.element_size(), itemsize(stored.spec.dtype))
+        width = max(storage.element_size(), _width(stored.spec.dtype))
         parts = list(box.chunks(max(1, chunk_bytes // width)))
         held = placement.view.tensor(storage)
         found = combine(_digest(held[_slices(part, box.start)], part, stored.spec.shape) for part in parts)
-        expected = _digest_of_file(stored, files.directory, parts, storage.dtype)
+        expected = _digest_of_file(files, stored, parts, storage.dtype)
         if found != expected:
             raise DigestError(
                 f"{placement.view.storage} does not hold what {stored.file} has of {box}: digest {found:016x} instead "
@@ -103,17 +108,52 @@ def verify_slices(
         progress(box.volume * itemsize(stored.spec.dtype))
 
 
-def _digest_of_file(stored: StoredTensor, directory: Path, parts: Iterable[Box], dtype: torch.dtype) -> int:
+class _Reader:
+    """Slices of tensors, through the safetensors library. Files are opened on first use and closed by the stack."""
+
+    def __init__(self, files: HuggingFaceFiles, stack: ExitStack) -> None:
+        self._files, self._stack = files, stack
+        self._open: dict[str, Any] = {}
+
+    def weights(self, box: Box) -> torch.Tensor:
+        """A box as it is stored, or in fp32 if that is block FP8."""
+        values = self._slice(box)
+        if self._files.tensors[box.tensor].spec.dtype != QUANTIZED:
+            return values
+        return dequantize(values, self._slice(scales_box(box)), box)
+
+    def _slice(self, box: Box) -> torch.Tensor:
+        file = self._files.tensors[box.tensor].file
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self._files.directory / file, framework="pt"))
+        values: torch.Tensor = self._open[file].get_slice(box.tensor)[_slices(box)]
+        return values
+
+
+def _digest_of_file(files: HuggingFaceFiles, stored: StoredTensor, parts: Iterable[Box], dtype: torch.dtype) -> int:
     """Digest of boxes in the file, converted to ``dtype``."""
-    content = np.memmap(
-        directory / stored.file, f"u{itemsize(stored.spec.dtype)}", "r", stored.offset, stored.spec.shape
-    )
+    content, scales = _content(files, stored), None
+    if stored.spec.dtype == QUANTIZED:
+        scales = _content(files, files.tensors[scales_of(stored.spec.name)])
     found = 0
     for part in parts:
-        bits = torch.from_numpy(np.array(content[_slices(part)]))
-        values = bits.view(getattr(torch, stored.spec.dtype)).to(dtype)
-        found = combine((found, _digest(values, part, stored.spec.shape)))
+        values = _mapped(content, stored, part)
+        if scales is not None:
+            blocks = scales_box(part)
+            values = dequantize_by_block(values, _mapped(scales, files.tensors[blocks.tensor], blocks), part)
+        found = combine((found, _digest(values.to(dtype), part, stored.spec.shape)))
     return found
+
+
+def _content(files: HuggingFaceFiles, stored: StoredTensor) -> NDArray[Any]:
+    """The bits of a tensor in its file."""
+    kind = f"u{itemsize(stored.spec.dtype)}"
+    return np.memmap(files.directory / stored.file, kind, "r", stored.offset, stored.spec.shape)
+
+
+def _mapped(content: NDArray[Any], stored: StoredTensor, box: Box) -> torch.Tensor:
+    """A copy of a box of a tensor's content."""
+    return torch.from_numpy(np.array(content[_slices(box)])).view(getattr(torch, stored.spec.dtype))
 
 
 def _digest(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
@@ -122,10 +162,15 @@ def _digest(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _in_pieces(items: Sequence[Transfer], staging_bytes: int) -> Iterable[Transfer]:
-    """The transfers, cut so that each reads at most ``staging_bytes``."""
-    wider = max(-(-itemsize(item.source_dtype) // itemsize(item.dtype)) for item in items)
+    """The transfers, cut so that each needs at most ``staging_bytes``."""
+    wider = max(-(-_width(item.source_dtype) // itemsize(item.dtype)) for item in items)
     for _, group in fill(items, max(1, staging_bytes // wider)):
         yield from group
+
+
+def _width(dtype: str) -> int:
+    """Most bytes of an element while it is read: in block FP8, those of a weight and of its scale in fp32."""
+    return 8 if dtype == QUANTIZED else itemsize(dtype)
 
 
 def _slices(box: Box, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:

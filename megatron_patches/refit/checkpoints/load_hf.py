@@ -20,6 +20,7 @@ from megatron_patches.refit.control.exchange import Exchange, default_exchange, 
 from megatron_patches.refit.errors import LoadError
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES, itemsize
 from megatron_patches.refit.layout.manifest import Manifest, Placement
+from megatron_patches.refit.layout.weight_format import QUANTIZED
 from megatron_patches.refit.models.agree import check_ranks_agree
 from megatron_patches.refit.models.shard import ParamShard
 from megatron_patches.refit.models.traits import ModelTraits
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 # Parameters with padding after the last token.
 _TABLES = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-_CONVERSIONS = frozenset((read, write) for read in FLOAT_DTYPES for write in FLOAT_DTYPES if read != write)
+_READABLE = (*FLOAT_DTYPES, QUANTIZED)
+_CONVERSIONS = frozenset((read, write) for read in _READABLE for write in FLOAT_DTYPES if read != write)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class LoadOptions:
     """How to load.
 
     Attributes:
-        staging_bytes: most bytes that a rank reads at a time.
+        staging_bytes: most bytes of weights that a rank holds at a time besides its parameters.
         group: ranks that hold the model, replicas included; None for all processes.
         tp_group: tensor-parallel group; None for Megatron's own.
     """
@@ -60,8 +62,8 @@ class LoadReport:
     Attributes:
         architecture: class in ``transformers`` of the checkpoint.
         tensors: number of tensors of the model.
-        nbytes: bytes of those tensors in the checkpoint.
-        bytes_by_rank: bytes that each rank read for its parameters.
+        nbytes: bytes of those tensors in the checkpoint, without scales.
+        bytes_by_rank: bytes that each rank read for its parameters, without scales.
         vocab_size: rows of the checkpoint's embedding.
         padding_rows: rows of the model's embedding after those; they are zero now.
         conversions: number of tensors that were converted, by their dtype in the checkpoint and in the model.
@@ -84,7 +86,8 @@ class LoadReport:
             f"most {max(self.bytes_by_rank) / 1e6:.1f} MB on a rank; digests agree"
         )
         for (read, write), count in sorted(self.conversions.items()):
-            yield f"{count} tensors are {read} in the checkpoint and {write} in this run, and were converted"
+            how = "dequantized" if read == QUANTIZED else "converted"
+            yield f"{count} tensors are {read} in the checkpoint and {write} in this run, and were {how}"
         if self.padding_rows:
             yield (
                 f"the embedding has {self.padding_rows} more rows than the checkpoint's {self.vocab_size}; they are "
@@ -224,8 +227,10 @@ class _Job:
     def _plan(self, held: Holdings) -> Plan:
         specs = [self._files.tensors[name].spec for name in held.family.shapes()]
         for spec in specs:
-            if spec.dtype not in FLOAT_DTYPES:
-                raise LoadError(f"{spec.name} is {spec.dtype}; only {', '.join(FLOAT_DTYPES)} can be loaded")
+            if spec.dtype not in _READABLE:
+                raise LoadError(
+                    f"{spec.name} is {spec.dtype}; only {', '.join(FLOAT_DTYPES)} and block FP8 can be loaded"
+                )
         wanted = _without_copies(held.manifest)
         _check_complete(held.shards, wanted, self._vocab_size)
         source, options = self._files.manifest(held.family.shapes()), PlanOptions(conversions=_CONVERSIONS)

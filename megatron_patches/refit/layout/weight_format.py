@@ -66,6 +66,16 @@ def blocks_of(shape: Iterable[int]) -> Shape:
     return tuple(-(-extent // BLOCK) for extent in shape)
 
 
+def is_block_fp8(method: object) -> bool:
+    """Whether the ``quantization_config`` of a ``config.json`` is block FP8."""
+    return (
+        isinstance(method, Mapping)
+        and method.get("quant_method") == "fp8"
+        and method.get("weight_block_size") == [BLOCK, BLOCK]
+        and method.get("fmt", "e4m3") == "e4m3"
+    )
+
+
 def quantized_weights(shapes: Mapping[str, Shape]) -> list[str]:
     """The weights that are quantized; see [Note: block FP8].
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.dtypes import ITEMSIZE
 from megatron_patches.refit.models.families import declared
 from megatron_patches.refit.models.family import ModelFamily
+
+# Why there is no mapping, for architectures whose layers Megatron has.
+_WHY_NOT: Mapping[str, str] = MappingProxyType(
+    {
+        "GptOssForCausalLM": ", whose experts are stored transposed and with the rows of gate and up projection in "
+        "turn, so that a mapping would need a box for every row"
+    }
+)
 
 
 def read_config(path: Path) -> Mapping[str, object]:
@@ -36,7 +45,7 @@ def read_config(path: Path) -> Mapping[str, object]:
 def family_from_config(config: Mapping[str, object]) -> ModelFamily:
     """The family, with its traits.
 
-    Rotary scaling is ignored, because it affects no tensor of the checkpoint.
+    Rotary scaling is ignored, because it affects no tensor of the checkpoint, except YaRN beside latent attention.
 
     Raises:
         UnsupportedModelError: if the architecture is unknown, a field is missing or invalid, or layers differ in kind.
@@ -45,7 +54,7 @@ def family_from_config(config: Mapping[str, object]) -> ModelFamily:
     name = str(names[0]) if isinstance(names, list) and names else "not given"
     known = {item.architecture: item.from_config for item in declared() if item.from_config is not None}
     if name not in known:
-        raise UnsupportedModelError(f"the architecture is {name}; known are {', '.join(known)}")
+        raise UnsupportedModelError(f"the architecture is {name}{_WHY_NOT.get(name, '')}; known are {', '.join(known)}")
     family = known[name](config)
     traits = family.traits
     if traits.num_heads % traits.num_kv_heads:

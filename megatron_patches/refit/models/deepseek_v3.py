@@ -29,6 +29,7 @@ from megatron_patches.refit.models.hf_refusals import (
 from megatron_patches.refit.models.llama import LlamaFamily, common_config, traits_from_config
 from megatron_patches.refit.models.params import Cut, Weight, alike, feed_forward, mtp_parts
 from megatron_patches.refit.models.traits import LatentTraits, ModelTraits, RouterTraits
+from megatron_patches.refit.models.yarn import yarn_entry, yarn_from_config, yarn_from_megatron, yarn_refusals
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,7 @@ class DeepseekV3Family(LlamaFamily):
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
             **common_config(t),
+            "rope_scaling": None if t.yarn is None else yarn_entry(t.yarn),
             "head_dim": latent.rope_dim,  # as transformers defines it: the part of a head with rotary positions
             "q_lora_rank": latent.q_rank or None,
             "kv_lora_rank": latent.kv_rank,
@@ -147,13 +149,7 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
         yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
     if not config.qk_layernorm:
         yield "its compressed query and key have no norms; train with --qk-layernorm"
-    if config.rope_type != "rope" or float(config.rotary_percent) != 1.0:
-        yield (
-            f"its positions are {config.rope_type} over {config.rotary_percent} of a head's part; train with "
-            "--rope-type rope"
-        )
-    if config.mscale_all_dim and config.rotary_scaling_factor > 1:
-        yield f"it scales attention by --mscale-all-dim {config.mscale_all_dim}; train without"
+    yield from yarn_refusals(config)
     if not config.num_moe_experts:
         yield "it has no experts, and DeepSeek-V3 does (--num-experts)"
         return
@@ -195,6 +191,7 @@ def _read(model: torch.nn.Module, vocab_size: int) -> DeepseekV3Family:
         mtp_layers=config.mtp_num_layers or 0,
         norm_topk_prob=config.moe_router_topk > 1,
         rope_base=float(config.rotary_base),
+        yarn=yarn_from_megatron(config),
     )
     return DeepseekV3Family(traits)
 
@@ -239,6 +236,7 @@ def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
         ),
         mtp_layers=count(config, "num_nextn_predict_layers"),
         norm_topk_prob=flag(config, "norm_topk_prob", True),
+        yarn=yarn_from_config(config),
     )
     return DeepseekV3Family(traits)
 

@@ -25,6 +25,27 @@ class LatentTraits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class YarnTraits:
+    """YaRN's scaling of rotary positions, with DeepSeek's two scales of attention. Does not affect shapes.
+
+    Attributes:
+        factor: how many times longer sequences have become; at least 1.
+        original_positions: their length before.
+        beta_fast: a frequency with more turns than this within that length is left alone.
+        beta_slow: a frequency with fewer turns than this is divided by the whole factor.
+        mscale: multiple of the factor's logarithm that scales the rotated rows of query and key.
+        mscale_all_dim: the same for all rows; its part in the rotated ones is divided out of their scale.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MambaTraits:
     """A Mamba-2 mixer.
 
@@ -108,7 +129,8 @@ class ModelTraits:
         norm_topk_prob: whether the scores of a token's experts are normalized to a sum of one.
         norm_eps: epsilon of RMSNorm.
         rope_base: base of the rotary frequencies.
-        rope_scaling_factor: factor of Llama 3's frequency scaling; None for plain rotary positions.
+        rope_scaling_factor: factor of Llama 3's frequency scaling; None without.
+        yarn: YaRN's scaling of rotary positions, beside latent attention; None without.
         init_std: standard deviation of the initial weights.
     """
 
@@ -141,6 +163,7 @@ class ModelTraits:
     norm_eps: float
     rope_base: float
     rope_scaling_factor: float | None = None
+    yarn: YarnTraits | None = None
     init_std: float = 0.02
 
     @property

@@ -6,14 +6,17 @@ None of them changes the shape of a tensor, so a plan could still be made and pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.layout.weight_format import BLOCK, WeightFormat
+from megatron_patches.refit.layout.weight_format import WeightFormat, is_block_fp8
 
 _USUAL_ROTARY = (None, "default")
-# What Megatron's --use-rope-scaling computes, in the architectures that are exported with it.
+# What Megatron computes with --use-rope-scaling, and other ways in which architectures are exported.
 _SCALED_ROTARY = "llama3"
-_WITHOUT_SCALING = frozenset({"DeepseekV3ForCausalLM", "NemotronHForCausalLM"})
+_OTHER_ROTARY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"DeepseekV3ForCausalLM": ("yarn",), "NemotronHForCausalLM": ()}
+)
 
 
 def check_live(config: Mapping[str, object], architecture: str) -> None:
@@ -29,7 +32,7 @@ def check_live(config: Mapping[str, object], architecture: str) -> None:
     reasons = [*_quantized(config), *_rotary(config, architecture), *_windowed(config)]
     if reasons:
         raise UnsupportedModelError(f"an engine of this configuration takes no trainer's weights: {'; '.join(reasons)}")
-    if _is_block_fp8(config.get("quantization_config")):
+    if is_block_fp8(config.get("quantization_config")):
         raise UnsupportedModelError(
             "quantization_config (fp8): plans are of weights in the type in which they are trained; take it out to "
             f"plan for the same model. A push sends such an engine weights in the format {WeightFormat.FP8_BLOCK} "
@@ -37,19 +40,9 @@ def check_live(config: Mapping[str, object], architecture: str) -> None:
         )
 
 
-def _is_block_fp8(method: object) -> bool:
-    """Whether linear layers are in block FP8, which a push can send but no plan has."""
-    blocks = [BLOCK, BLOCK]
-    return (
-        isinstance(method, Mapping)
-        and method.get("quant_method") == "fp8"
-        and method.get("weight_block_size") == blocks
-    )
-
-
 def _quantized(config: Mapping[str, object]) -> Iterator[str]:
     method = config.get("quantization_config")
-    if method and not _is_block_fp8(method):
+    if method and not is_block_fp8(method):
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
         yield (
             f"quantization_config ({name}): only the engine knows the form of quantized weights; take it out, and "
@@ -58,7 +51,7 @@ def _quantized(config: Mapping[str, object]) -> Iterator[str]:
 
 
 def _rotary(config: Mapping[str, object], architecture: str) -> Iterator[str]:
-    known = _USUAL_ROTARY if architecture in _WITHOUT_SCALING else (*_USUAL_ROTARY, _SCALED_ROTARY)
+    known = (*_USUAL_ROTARY, *_OTHER_ROTARY.get(architecture, (_SCALED_ROTARY,)))
     for name in ("rope_scaling", "rope_parameters"):
         entry = config.get(name)
         if not isinstance(entry, Mapping):

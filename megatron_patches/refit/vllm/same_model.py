@@ -63,8 +63,8 @@ def check_same_model(trainer: Mapping[str, Any], engine: Any, model: str = "") -
     Raises:
         ModelMismatchError: with every setting that differs and both values.
     """
-    meant = type(engine).from_dict(dict(trainer)).to_dict()
-    running = engine.to_dict()
+    meant = _with_plain_names(type(engine).from_dict(dict(trainer)).to_dict())
+    running = _with_plain_names(engine.to_dict())
     names = [name for name in (*trainer, *_ROTARY) if name in meant and name in running and name not in _MAY_DIFFER]
     differing = list(_architectures(trainer, running, model))
     differing += [
@@ -95,6 +95,17 @@ def _architectures(trainer: Mapping[str, Any], running: Mapping[str, Any], model
     meant, found = trainer.get("architectures"), running.get("architectures")
     if meant and found and model not in meant and not set(meant) & set(found):
         yield f"architectures is {list(meant)!r} in the trainer and {list(found)!r} in the engine"
+
+
+def _with_plain_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with one name for YaRN, which vLLM renames in DeepSeek's configurations, and no old field."""
+    found = dict(config)
+    for name in _ROTARY:
+        if isinstance(entry := config.get(name), Mapping):
+            found[name] = {key: value for key, value in entry.items() if key != "type"}
+            if entry.get("rope_type") == "deepseek_yarn":
+                found[name]["rope_type"] = "yarn"
+    return found
 
 
 def _each(value: Any) -> Sequence[Any]:

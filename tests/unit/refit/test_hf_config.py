@@ -13,6 +13,7 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.models.families import family_of
 from megatron_patches.refit.models.gpt import rotary_frequencies
 from megatron_patches.refit.models.hf_config import build_config
+from tests.support.public_models import PUBLIC
 
 
 def fake_model(**changes: Any) -> Any:
@@ -221,6 +222,10 @@ def latent_model(**changes: Any) -> Any:
         "rotary_percent": 1.0,
         "rotary_base": 10000,
         "rotary_scaling_factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
         "mscale_all_dim": 0.0,
         "num_moe_experts": 8,
         "moe_layer_freq": [0, 1, 1, 1],
@@ -246,13 +251,20 @@ def test_latent_attention_is_deepseek_v3() -> None:
     assert (read.n_group, read.topk_group, read.routed_scaling_factor, read.num_experts_per_tok) == (4, 2, 2.5, 4)
     assert (read.first_k_dense_replace, read.n_shared_experts, read.norm_topk_prob) == (1, 2, True)
     assert config["num_nextn_predict_layers"] == 1
+    assert config["rope_scaling"] is None
+    yarn = family_of(latent_model(rope_type="yarn", mscale_all_dim=1.0), 251).config()["rope_scaling"]
+    published = PUBLIC["deepseek-v3"]["rope_scaling"]
+    assert isinstance(published, dict)
+    assert yarn == {"rope_type": "yarn"} | {name: value for name, value in published.items() if name != "type"}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_type": "yarn"}, "--rope-type rope"),
-        ({"mscale_all_dim": 1.0}, "--mscale-all-dim 1.0"),
+        ({"rope_type": "other"}, "--rope-type rope or --rope-type yarn"),
+        ({"mscale_all_dim": 1.0}, "--mscale-all-dim 1.0 without --rope-type yarn"),
+        ({"rope_type": "yarn", "mscale": 0.5}, r"--mscale 0\.5 and --mscale-all-dim 0\.0, for which transformers and"),
+        ({"rope_type": "yarn", "rotary_scaling_factor": 0.5}, r"YaRN shortens sequences \(by a factor of 0\.5\)"),
         ({"qk_layernorm": False}, "--qk-layernorm"),
         ({"num_moe_experts": None}, "it has no experts"),
         ({"moe_layer_freq": [0, 1, 0, 1]}, "--moe-layer-freq"),

@@ -25,8 +25,7 @@ PARAMETERS = {
 }
 """As published; that of Nemotron-H is rounded."""
 REFUSED = {
-    "deepseek-v3": r"its weights are quantized \(quantization_config\).*; its rotary positions are scaled by .*'yarn'",
-    "gpt-oss-20b": "the architecture is GptOssForCausalLM; known are ",
+    "gpt-oss-20b": "the architecture is GptOssForCausalLM, whose experts are stored transposed and .* row; known are ",
 }
 
 
@@ -45,6 +44,13 @@ def test_latent_experts_and_mtp_layers_of_a_public_model_are_counted() -> None:
     latent, experts = 2 * 4096 * 1024, 512 * 2 * 1024 * 2688
     assert sum(size for name, size in sizes.items() if "latent_proj" in name) == 41 * latent
     assert sum(size for name, size in sizes.items() if ".experts." in name) == 41 * experts
+
+
+def test_deepseek_v3_has_as_many_parameters_as_is_said_and_another_layer_for_mtp() -> None:
+    sizes = {name: math.prod(shape) for name, shape in family_from_config(PUBLIC["deepseek-v3"]).shapes().items()}
+    main = sum(size for name, size in sizes.items() if not name.startswith("model.layers.61."))
+    assert main == pytest.approx(671e9, rel=1e-3)
+    assert sum(sizes.values()) - main == pytest.approx(14e9, rel=0.05)  # with copies of embedding and output layer
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "nemotron-h-8b"])
@@ -99,6 +105,18 @@ def test_flags_say_all_that_a_model_is() -> None:
     assert " ".join(model_flags(PUBLIC["qwen3-30b-a3b"])).endswith(
         "--swiglu --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"
     )
+    assert " ".join(model_flags(PUBLIC["deepseek-v3"])) == (
+        "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --max-position-embeddings 163840 "
+        "--normalization RMSNorm --norm-epsilon 1e-06 --attention-dropout 0 --hidden-dropout 0 "
+        "--untie-embeddings-and-output-weights --disable-bias-linear --mtp-num-layers 1 --num-attention-heads 128 "
+        "--multi-latent-attention --qk-layernorm --rope-type yarn --rotary-scaling-factor 40.0 --mscale 1.0 "
+        "--mscale-all-dim 1.0 --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+        "--v-head-dim 128 --position-embedding-type rope --rotary-base 10000 --swiglu --num-experts 256 "
+        "--moe-router-topk 8 --moe-ffn-hidden-size 2048 --moe-layer-freq [0]*3+[1]*58 "
+        "--moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-num-groups 8 --moe-router-group-topk 4 "
+        "--moe-router-topk-scaling-factor 2.5"
+    )
     assert " ".join(model_flags(tiny_models.DEEPSEEK_V3_ODD)).endswith(
         "--moe-layer-freq [0]*1+[1]*3 --moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
@@ -124,6 +142,53 @@ def test_a_configuration_that_transformers_saves_gives_the_same_flags(name: str,
     config = family_from_config(getattr(tiny_models, name)).config()
     AutoConfig.for_model(**config).save_pretrained(tmp_path)
     assert model_flags(read_config(tmp_path)) == model_flags(config)
+
+
+def test_yarn_is_told_by_flags() -> None:
+    """Where flags are Megatron's defaults for latent attention, stock Megatron needs none of them."""
+    yarn: dict[str, object] = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    given = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    config = PUBLIC["deepseek-v3"]
+    plain = "--rope-type yarn --rotary-scaling-factor 40.0 --mscale 1.0 --mscale-all-dim 1.0"
+    assert f"--qk-layernorm {plain} --q-lora-rank" in " ".join(model_flags(config | {"rope_scaling": yarn | given}))
+    kimi = given | {"beta_fast": 1.0, "original_max_position_embeddings": 2048}
+    more = "--yarn-original-max-position-embeddings 2048 --yarn-beta-fast 1.0"
+    assert f"{plain} {more} --q-lora-rank" in " ".join(model_flags(config | {"rope_scaling": yarn | kimi}))
+    assert "--yarn-original-max-position-embeddings 163840 --q" in " ".join(
+        model_flags(config | {"rope_scaling": yarn})
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"attention_factor": 1.2},
+            r"YaRN with attention_factor 1\.2: Megatron's latent attention has no such setting",
+        ),
+        ({"truncate": False}, "YaRN with truncate False: "),
+        ({"factor": None}, "YaRN without factor"),
+        ({"mscale": None}, None),
+        (
+            {"mscale": 0.7},
+            r"YaRN with mscale 0\.7 and mscale_all_dim 0\.0, for which transformers and Megatron compute",
+        ),
+        ({"mscale": 0, "mscale_all_dim": 1.0}, r"YaRN with mscale 0\.0 and mscale_all_dim 1\.0"),
+        ({"factor": 0.5}, r"YaRN shortens sequences \(by a factor of 0\.5\).* \(rope_scaling\)$"),
+        (
+            {"original_max_position_embeddings": 0},
+            "original_max_position_embeddings is 0 in the configuration; it must",
+        ),
+    ],
+)
+def test_yarn_that_megatron_has_not_is_refused_by_name(changes: dict[str, object], message: str | None) -> None:
+    entry = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 32, **changes}
+    config = tiny_models.DEEPSEEK_V3 | {"rope_scaling": entry}
+    if message is None:
+        assert "--mscale 1.0" in " ".join(model_flags(config))
+        return
+    with pytest.raises(UnsupportedModelError, match=message):
+        model_flags(config)
 
 
 def test_dropout_is_what_the_configuration_says() -> None:

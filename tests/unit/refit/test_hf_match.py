@@ -35,6 +35,8 @@ LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: str) -> None:
@@ -83,6 +85,7 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func is 'softmax' .* \(--moe-router-score-function\)"),
         ("deepseek_v3", {"rope_interleave": False}, r"it rotates halves of a head .*\(rope_interleave False\)"),
         ("deepseek_v3", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run \(--mtp-num-layers, --hyb"),
+        ("deepseek_v3", {"rope_scaling": YARN}, r"rope_scaling is .*'yarn'.* and None .* \(--rope-type --rotary-scal"),
         ("nemotron_h", {"ssm_state_size": 7}, r"ssm_state_size is 7 .* 5 in this run \(--mamba-state-dim\)"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, r"another activation than SiLU \(mamba_hidden_act 'gelu'\)"),
         ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, r"clamp the time step \(time_step_limit \[0.0, 0.1\]\)"),
@@ -159,6 +162,15 @@ def test_published_configurations_fit_the_models_that_their_flags_make(name: str
     for factor in (None, 32.0):
         with pytest.raises(LoadError, match=r"rope_scaling is .* \(--use-rope-scaling --rope-scaling-factor\)"):
             check_config(config, LlamaFamily(replace(traits, rope_scaling_factor=factor)))
+
+
+def test_yarn_is_compared_with_its_defaults() -> None:
+    family = family_from_config(tiny_models.DEEPSEEK_V3 | {"rope_scaling": YARN})
+    check_config(tiny_models.DEEPSEEK_V3 | {"rope_scaling": YARN | {"beta_fast": 32, "mscale_all_dim": 0}}, family)
+    check_config(tiny_models.DEEPSEEK_V3 | {"rope_parameters": YARN | {"rope_theta": 10000.0}}, family)
+    for changes in ({"beta_fast": 16}, {"factor": 20}, {"mscale_all_dim": 1.0}, {"rope_type": "default"}):
+        with pytest.raises(LoadError, match=r"rope_scaling is .* \(--rope-type --rotary-scaling-factor --mscale"):
+            check_config(tiny_models.DEEPSEEK_V3 | {"rope_scaling": YARN | changes}, family)
 
 
 def test_what_does_not_matter_may_differ() -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_patches.refit.checkpoints.hf_blocks import check_blocks
 from megatron_patches.refit.checkpoints.hf_files import HuggingFaceFiles, open_checkpoint
 from megatron_patches.refit.checkpoints.hf_slices import read_slices, verify_slices
-from megatron_patches.refit.errors import DigestError, RefitError
+from megatron_patches.refit.errors import DigestError, LoadError, RefitError
 from megatron_patches.refit.layout.boxes import Box, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.planning.plan import PartOf, PlanOptions, make_part
 from megatron_patches.refit.planning.proof import prove
-from tests.support.random_checkpoint import write_checkpoint
+from tests.support.random_checkpoint import quantized, write_checkpoint
 
 TENSORS = {"a": torch.randn(12, 10), "b": torch.randn(9), "c": torch.randn(4, 3, 5).bfloat16()}
 # Rows and columns of a matrix, part of a vector, and all of a smaller matrix, one after another in memory.
@@ -54,6 +55,62 @@ def test_every_slice_arrives_converted(files: HuggingFaceFiles, dtype: torch.dty
     assert torch.equal(memory["first"], expected)
     assert torch.equal(memory["second"], TENSORS["c"][1:].flatten().float())
     verify_slices(PLACES, files, memory, staging_bytes, lambda _: None)
+
+
+BLOCK_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+MATRIX = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("box", [((0, 0), (300, 200)), ((127, 100), (257, 129)), ((5, 130), (6, 200))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_in_block_fp8_begin_and_end_anywhere(
+    tmp_path: Path, box: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """The scales are in another file than their weights."""
+    stored, meant = quantized({MATRIX: torch.randn(300, 200)})
+    write_checkpoint(tmp_path / "model", BLOCK_FP8, stored, files=2)
+    files = open_checkpoint(tmp_path / "model")
+    assert check_blocks(files, [MATRIX]) == {f"{MATRIX}_scale_inv"}
+    (top, left), (bottom, right) = box
+    shape, name = (bottom - top, right - left), str(dtype).removeprefix("torch.")
+    size = shape[0] * shape[1]
+    place = Placement(Box(MATRIX, *box), View("s", 0, shape, (shape[1], 1)))
+    wanted = Manifest(0, "", (Storage("s", name, size, size),), (place,))
+    options = PlanOptions(conversions=frozenset({("float8_e4m3fn", name)}))
+    plan = make_part(
+        [files.tensors[MATRIX].spec], [files.manifest([MATRIX])], [wanted], PartOf("destination", 0), options
+    )
+    prove(plan, [files.manifest([MATRIX])], [wanted], options)
+    for staging in (8 * 150, 1 << 20):
+        memory = {"s": torch.full((size,), torch.nan, dtype=dtype)}
+        assert read_slices(plan.transfers, files, memory, staging, lambda _: None) == size
+        assert torch.equal(memory["s"].view(shape), meant[MATRIX][top:bottom, left:right].to(dtype))
+        verify_slices([place], files, memory, 8 * 170, lambda _: None)
+    damaged = stored[f"{MATRIX}_scale_inv"].clone()
+    damaged[bottom // 128, right // 128 - (right % 128 == 0)] *= 1.5
+    write_checkpoint(tmp_path / "other", BLOCK_FP8, stored | {f"{MATRIX}_scale_inv": damaged}, files=2)
+    with pytest.raises(DigestError, match=r"s does not hold what model-0000.* has of model.layers.0.mlp.up_proj.wei"):
+        verify_slices([place], open_checkpoint(tmp_path / "other"), memory, 1 << 20, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        ({}, {}, "is float8_e4m3fn, and config.json has no quantization_config of block FP8"),
+        (BLOCK_FP8, {f"{MATRIX}_scale_inv": None}, r"without model.layers.0.mlp.up_proj.weight_scale_inv in "),
+        (BLOCK_FP8, {f"{MATRIX}_scale_inv": torch.ones(3, 1)}, r"is float32 of shape \(3, 1\); .* of shape \(3, 2\)"),
+        (BLOCK_FP8, {f"{MATRIX}_scale_inv": torch.ones(3, 2).double()}, "is float64 of shape"),
+        (BLOCK_FP8, {MATRIX: torch.ones(2, 2, 2).to(torch.float8_e4m3fn)}, "only matrices with scales can be loaded"),
+    ],
+)
+def test_fp8_without_the_scales_of_its_blocks_is_refused(
+    tmp_path: Path, config: dict[str, object], change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    tensors = {**quantized({MATRIX: torch.randn(300, 200)})[0], **change}
+    given = {name: values for name, values in tensors.items() if values is not None}
+    write_checkpoint(tmp_path / "model", config, given)
+    with pytest.raises(LoadError, match=message):
+        check_blocks(open_checkpoint(tmp_path / "model"), [MATRIX])
 
 
 def test_a_number_too_large_for_the_model_is_refused(tmp_path: Path) -> None:

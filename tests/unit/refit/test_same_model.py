@@ -16,6 +16,7 @@ from megatron_patches.refit.errors import ModelMismatchError
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.vllm.same_model import check_same_model
 from tests.integration.tiny_models import NEMOTRON_H
+from tests.support.public_models import PUBLIC
 
 TRAINER = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -85,6 +86,18 @@ def test_how_experts_are_scored_is_compared_where_the_engine_does_not_say() -> N
     message = "scoring_func is 'sigmoid' in the trainer and 'softmax' in the engine, whose configuration does not name"
     with pytest.raises(ModelMismatchError, match=message):
         check_same_model(trainer, DeepseekV3Config.from_dict(silent))
+
+
+def test_yarn_is_the_same_whatever_vllm_calls_it() -> None:
+    """Engines write another name into the configuration, and published ones have an old field besides."""
+    trainer = family_from_config(PUBLIC["deepseek-v3"]).config()
+    engine = DeepseekV3Config.from_dict(PUBLIC["deepseek-v3"])
+    engine.rope_parameters["rope_type"] = "deepseek_yarn"
+    assert engine.rope_parameters["type"] == "yarn"
+    check_same_model(trainer, engine)
+    engine.rope_parameters["beta_slow"] = 2
+    with pytest.raises(ModelMismatchError, match=r"rope_parameters is .*'beta_slow': 1.0.* and .*'beta_slow': 2"):
+        check_same_model(trainer, engine)
 
 
 @pytest.mark.parametrize(
