@@ -40,6 +40,7 @@ class Fp8BlockSource:
         self._source, self._format, self._exchange = source, weight_format, exchange
         self._quantizer: BlockQuantizer | None = None
         self._memory: Memory = {}
+        self._quantized: Memory = {}  # part of it that stays in place
         self._failure: Exception | None = None
         self._stream: torch.cuda.Stream | None = None  # once it is needed
 
@@ -54,7 +55,7 @@ class Fp8BlockSource:
         Raises:
             RefitError: as the other source, and as :class:`BlockQuantizer`.
         """
-        self._quantizer, self._memory = None, {}  # their memory is needed again
+        self._quantizer, self._memory, self._quantized = None, {}, {}  # their memory is needed again
         held = self._source.describe(rank)
         self._quantizer = BlockQuantizer(
             held.shapes,
@@ -63,6 +64,7 @@ class Fp8BlockSource:
             device=self.device,
             exchange=self._exchange,
         )
+        self._quantized = memory_of((name, name, tensor) for name, tensor in self._quantizer.quantized.items())
         config = held.config and held.config | {"quantization_config": quantization_config(held.shapes)}
         return replace(held, config=config, shapes=with_scales(held.shapes), manifest=self._quantizer.manifest)
 
@@ -88,8 +90,7 @@ class Fp8BlockSource:
         except Exception as error:  # noqa: BLE001 - as above
             self._failure = error
         else:
-            quantized = memory_of((name, name, tensor) for name, tensor in quantizer.quantized.items())
-            self._memory = cast("Memory", {**memory, **quantized})  # both on the host, or both on the device
+            self._memory = cast("Memory", {**memory, **self._quantized})  # both on the host, or both on the device
 
     def look_up(self) -> Memory:
         """What :meth:`settle` quantizes, and the memory of all other weights.
