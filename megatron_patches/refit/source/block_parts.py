@@ -1,8 +1,8 @@
 """Measures and casts what a rank holds of quantized weights: with PyTorch on the host, with Triton on a GPU.
 
 On a GPU, blocks that are whole on this rank are read once: one kernel finds their scales and casts them. The others are
-measured first, because their scales depend on other parts. Weights are quantized in some groups, in the order of plans,
-so that the first ones can be sent meanwhile. The number of launches does not depend on that of weights.
+measured first, because their scales depend on other parts. Weights are quantized in some groups, so that the first ones
+can be sent meanwhile. The number of launches does not depend on that of weights.
 """
 
 from __future__ import annotations
@@ -217,8 +217,7 @@ class KernelParts(BlockParts):
 
 
 def _grouped(parts: Sequence[BlockPart]) -> list[_Group]:
-    """Groups of about equal size, in the order in which plans send them."""
-    parts = sorted(parts, key=lambda part: (part.box.tensor, part.box.start))
+    """Groups of about equal size, in order."""
     size = sum(part.box.volume for part in parts) / _GROUPS
     groups: list[list[BlockPart]] = [[]]
     filled = 0
