@@ -38,7 +38,6 @@ class Sender:
 
     Attributes:
         loads: loads by destination. Sources start with different destinations, so that none is the first of all.
-        urgent: as given.
 
     Raises:
         TransferError: if a box would have to be converted on the way.
@@ -54,7 +53,7 @@ class Sender:
         *,
         urgent: bool = False,
     ) -> None:
-        self._plan, self._rank, self._pool, self.urgent = plan, rank, pool, urgent
+        self._plan, self._rank, self._pool = plan, rank, pool
         self._port = open_port(memory, f"source rank {rank}", pool, urgent=urgent)
         self._base: BaseCopy | None = None  # of the version under way
         self._kept: BaseCopy | None = None  # the same, or that of an earlier version: ports cache what they compute

@@ -85,9 +85,7 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
         # Digest ahead of what is being sent. One wave at a time, because the first load waits while others are begun.
         if waves and len(digesting) <= len(waves[0]):
             digesting.extend(sender.digest(waves.popleft(), version))
-        # The scales of all weights may be in one load to pack. In the order of submission, digests would wait with it
-        # until the last weight is quantized.
-        free = end.free_slot(() if waves and sender.urgent else packed, check)
+        free = end.free_slot(packed, check)
         if free is not None:
             loads = packed[free.destination]
             packing.append((free, sender.pack_into(loads.popleft(), version, free.payload)))

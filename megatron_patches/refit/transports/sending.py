@@ -174,10 +174,8 @@ class SendingEnd:
     def free_slot(self, destinations: Collection[int], check: Check) -> Slot | None:
         """Takes a free slot from the link to ``destinations`` that has the most; None if none of these links has one.
 
-        Looks after all links meanwhile.
-
         Args:
-            destinations: ranks for which something may be packed now.
+            destinations: ranks for which something is left to pack.
             check: raises if another party has failed.
 
         Raises:
