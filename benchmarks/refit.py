@@ -64,6 +64,14 @@ QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 1
     "norm_topk_prob": True,
     "moe_intermediate_size": 768,
 }
+QWEN3_SMALL: Mapping[str, object] = {  # Qwen3-0.6B with 8 of its 28 layers: 0.56 GB
+    **QWEN3_8B,
+    "num_hidden_layers": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
 TINY: Mapping[str, object] = {
     **QWEN3_8B,
     "num_hidden_layers": 2,
@@ -86,6 +94,7 @@ TINY_MOE: Mapping[str, object] = {
 }
 MODELS = {
     "qwen3-8b": (QWEN3_8B, "etp=2"),
+    "qwen3-0.6b-8l": (QWEN3_SMALL, "etp=2"),
     "qwen3-moe": (QWEN3_MOE, "ep=2,dp=2"),
     "tiny": (TINY, "etp=2"),
     "tiny-moe": (TINY_MOE, "ep=2,dp=2"),

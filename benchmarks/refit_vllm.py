@@ -10,6 +10,10 @@ full tensors on the trainer and end in ``load_weights`` (:mod:`benchmarks.refit_
 share GPUs, and must for ``checkpoint_engine``. With ``--weight-format fp8_block``, the server's model is in block FP8,
 and the trainer quantizes what it sends. ``--device cpu`` with a tiny model tests the benchmark itself.
 
+With ``--adapter-rank 16``, the trainer is a model of transformers with an adapter of PEFT instead, on one rank. It
+pushes its weights with the adapter merged into them, its weights alone, and the adapter alone, over the transport that
+it chooses.
+
 After the last push of each way, the server samples tokens and the trainer computes their log-probabilities. The KL is
 that of generation, k3 estimator, in nats per token. ``KL before`` is measured against weights of one version later, and
 shows what a missed push looks like.
@@ -28,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import refit_vllm_adapters
 from benchmarks.command_line import checked, positive, positive_seconds, require_gpus
 from benchmarks.refit import MODELS
 from benchmarks.refit_vllm_peers import PEERS
@@ -42,7 +47,7 @@ from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.simulation.cluster import trainer_mesh
 
 _PATHS = ("folder", "json")
-PARTS = ("prepare", "push", "send", "look_up", "move", "verify", "commit", "paused")
+PARTS = ("prepare", "push", "merge", "send", "look_up", "move", "verify", "commit", "paused")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,6 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ways", nargs="+", type=checked(way_of, *PEERS), default=["cuda_ipc", "c10d", "cuda_ipc+in_place", "nccl"]
     )
+    parser.add_argument("--adapter-rank", type=positive, help="push merged weights, all weights and an adapter")
     add_weight_format(parser)
     parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--staging-mib", type=positive, default=256)
@@ -121,6 +127,11 @@ def servers(options: argparse.Namespace, ranks: int) -> list[Served]:
     on_gpu = options.device == "cuda"
     if on_gpu and len(options.trainer_gpus) != ranks:
         raise SystemExit(f"--trainer-gpus names {len(options.trainer_gpus)} GPUs; --from has {ranks} ranks")
+    if options.adapter_rank is not None:
+        if ranks > 1 or options.weight_format.is_quantized:
+            raise SystemExit("--adapter-rank needs --from tp=1, and no --weight-format")
+        rank = str(options.adapter_rank)
+        return [Served("etp", "etp", ("--enable-lora", "--max-lora-rank", rank), refit_vllm_adapters.WAYS)]
     ours = tuple(name for name in options.ways if name not in PEERS)
     for name in ours:
         way_of(name)
@@ -207,8 +218,10 @@ def measure(
                     staging_bytes=options.staging_mib << 20,
                     timeout_s=options.timeout,
                     weight_format=options.weight_format,
+                    adapter_rank=options.adapter_rank or 0,
                 )
-                run_ranks(run_rank, mesh.size, task, take, options.limit)
+                run = run_rank if options.adapter_rank is None else refit_vllm_adapters.run_rank
+                run_ranks(run, mesh.size, task, take, options.limit)
         except (ServerError, RuntimeError) as error:  # the other servers are still measured
             take(Outcome(served.name, failure=str(error)))
 

@@ -25,7 +25,8 @@ from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.memory_mode import MemoryMode
 
-_PROMPT, _LENGTH, _SAMPLES = 64, 128, 4  # tokens given, tokens drawn, texts
+PROMPT, LENGTH, _SAMPLES = 64, 128, 4
+"""Tokens that the server is given, tokens that it draws, and texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Task:
         timeout_s: how long one step may take, and how long ranks wait for each other.
         weight_format: see RefitOptions; the server's model has the same.
         served: version that the server has; the next ones are pushed.
+        adapter_rank: rank of an adapter that is pushed in one of the ways; see :mod:`benchmarks.refit_vllm_adapters`.
     """
 
     config: dict[str, Any]
@@ -60,6 +62,7 @@ class Task:
     timeout_s: float
     weight_format: WeightFormat = WeightFormat.TRAINED
     served: int = 0
+    adapter_rank: int = 0
 
 
 @dataclass
@@ -146,7 +149,7 @@ class Trainer:
             world_size=task.mesh.size,
             timeout=timedelta(seconds=task.timeout_s),
         )
-        self.model = TrainerModel(task.config, task.mesh, self.device, _PROMPT + _LENGTH)
+        self.model = TrainerModel(task.config, task.mesh, self.device, PROMPT + LENGTH)
         self.server = VllmServer(task.server_port, task.timeout_s)
         self.version = task.served
         self._warm_up()
@@ -158,8 +161,8 @@ class Trainer:
         This process's contexts on the engine's GPUs, which measuring their memory creates, do not belong to it either.
         """
         if self.rank == 0:
-            self.server.sample([0] * _PROMPT, _LENGTH, 0)
-        self.model.log_probs([[0] * (_PROMPT + _LENGTH)] * _SAMPLES, _PROMPT)
+            self.server.sample([0] * PROMPT, LENGTH, 0)
+        self.model.log_probs([[0] * (PROMPT + LENGTH)] * _SAMPLES, PROMPT)
 
     def measure(self, name: str) -> Outcome:
         """Pushes versions one way."""
@@ -256,7 +259,7 @@ class Trainer:
         drawn = self._draw()
         texts = [sample.tokens for sample in drawn]
         theirs = torch.tensor([sample.log_probs for sample in drawn], dtype=torch.float64)
-        ours = self.model.log_probs(texts, _PROMPT)
+        ours = self.model.log_probs(texts, PROMPT)
         errors = (ours - theirs).abs()
         found.kl, found.log_prob_error, found.largest_error = (
             k3(theirs, ours),
@@ -264,18 +267,14 @@ class Trainer:
             float(errors.max()),
         )
         self._next()
-        found.untouched_kl = k3(theirs, self.model.log_probs(texts, _PROMPT))
+        found.untouched_kl = k3(theirs, self.model.log_probs(texts, PROMPT))
 
     def _draw(self) -> list[Sample]:
         """Samples from the server; all ranks get the same samples, or the same error."""
         answers: list[list[Sample] | ServerError | None] = [None]
         if self.rank == 0:
-            generator = torch.Generator().manual_seed(5)
-            prompts = torch.randint(0, ALPHABET, (_SAMPLES, _PROMPT), generator=generator).tolist()
             try:
-                with ThreadPoolExecutor(_SAMPLES) as pool:
-                    seeds = range(_SAMPLES)
-                    answers = [list(pool.map(self.server.sample, prompts, [_LENGTH] * _SAMPLES, seeds))]
+                answers = [draw(self.server)]
             except ServerError as error:
                 answers = [error]
         dist.broadcast_object_list(answers, 0)
@@ -316,6 +315,22 @@ class Trainer:
         """Records the peak memory of a push since all ranks were ready for it."""
         if self.task.gpus:
             self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
+
+
+def draw(server: VllmServer, model: str = "benchmark") -> list[Sample]:
+    """Samples from a server.
+
+    Args:
+        server: the server.
+        model: the name of its model or of an adapter.
+
+    Raises:
+        ServerError: if it does not answer.
+    """
+    prompts = torch.randint(0, ALPHABET, (_SAMPLES, PROMPT), generator=torch.Generator().manual_seed(5)).tolist()
+    with ThreadPoolExecutor(_SAMPLES) as pool:
+        asked = [pool.submit(server.sample, prompt, LENGTH, seed, model) for seed, prompt in enumerate(prompts)]
+        return [each.result() for each in asked]
 
 
 def k3(engine: torch.Tensor, trainer: torch.Tensor) -> float:

@@ -48,8 +48,8 @@ class VllmServer:
         self._timeout_s = timeout_s
         self.url = f"http://127.0.0.1:{port}"
 
-    def sample(self, prompt: Sequence[int], length: int, seed: int) -> Sample:
-        """Draws ``length`` tokens at temperature 1.
+    def sample(self, prompt: Sequence[int], length: int, seed: int, model: str = "benchmark") -> Sample:
+        """Draws ``length`` tokens of a model or an adapter at temperature 1.
 
         Log-probabilities are those of the model's whole distribution, though only tokens of the alphabet are drawn.
 
@@ -59,7 +59,7 @@ class VllmServer:
         answer = self.post(
             "v1/completions",
             {
-                "model": "benchmark",
+                "model": model,
                 "prompt": list(prompt),
                 "max_tokens": length,
                 "temperature": 1.0,

@@ -10,14 +10,19 @@ import pytest
 
 from benchmarks.refit_vllm import main
 
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(400),
+]
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.timeout(400)
+COMMAND = ["--model", "tiny", "--device", "cpu", "--repeats", "2"]
+ENGINE = "--enforce-eager --max-model-len 256 --block-size 32"
+
+
 def test_pushes_are_timed_and_their_weights_answer(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    command = ["--model", "tiny", "--device", "cpu", "--repeats", "2", "--ways", "shm", "shm+in_place"]
-    engine = "--enforce-eager --max-model-len 256 --block-size 32"
-    assert main([*command, "--engine-arguments", engine, "--folder", str(tmp_path), "--json", str(file)]) == 0
+    command = [*COMMAND, "--ways", "shm", "shm+in_place"]
+    assert main([*command, "--engine-arguments", ENGINE, "--folder", str(tmp_path), "--json", str(file)]) == 0
     found = json.loads(file.read_text())["outcomes"]
     assert [item["way"] for item in found] == ["shm", "shm+in_place"]
     for item in found:
@@ -26,3 +31,18 @@ def test_pushes_are_timed_and_their_weights_answer(tmp_path: Path) -> None:
         # The two sides compute in bfloat16 in other orders; weights of another version give other tokens altogether.
         assert item["kl"] < 5e-3
         assert item["untouched_kl"] > 0.1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")
+def test_an_adapter_is_timed_beside_merged_and_whole_weights_and_answers(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    command = [*COMMAND, "--adapter-rank", "8", "--engine-arguments", ENGINE]
+    assert main([*command, "--folder", str(tmp_path), "--json", str(file)]) == 0
+    found = {item["way"]: item for item in json.loads(file.read_text())["outcomes"]}
+    assert list(found) == ["merged", "whole", "adapter"]
+    for item in found.values():
+        assert {len(values) for values in item["seconds"].values()} == {2}
+        assert item["kl"] < 5e-3
+        assert item["untouched_kl"] > 0.05  # with the adapter instead of without it, or the reverse
+    assert found["merged"]["nbytes"] == found["whole"]["nbytes"] > 4 * found["adapter"]["nbytes"]
+    assert "merge" in found["merged"]["seconds"]

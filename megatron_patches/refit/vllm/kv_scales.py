@@ -29,7 +29,7 @@ from megatron_patches.refit.vllm.layers import join
 _IN_FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2"})
 # FlashAttention and Triton read the buffers at every call; on CPUs attention reads the numbers, outside of any graph.
 _BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"})
-_INSTEAD = "or publish without kv_scales"
+_INSTEAD = "publish without kv_scales"
 
 
 def with_kv_scales(manifest: Manifest, model: nn.Module, config: VllmConfig, tensors: Sequence[TensorSpec]) -> Manifest:
@@ -124,24 +124,24 @@ def _check_engine(attention: dict[str, Any], config: VllmConfig) -> None:
     if all(layer.kv_cache_dtype not in _IN_FP8 for layer in attention.values()) and attention:
         raise UnsupportedEngineError(
             f"kv_scales: this engine's KV cache is not in FP8 (--kv-cache-dtype {config.cache_config.cache_dtype}); "
-            f"start it with --kv-cache-dtype fp8, {_INSTEAD}"
+            f"start it with --kv-cache-dtype fp8, or {_INSTEAD}"
         )
     if current_platform.is_fp8_fnuz():
-        raise UnsupportedEngineError(f"kv_scales: this GPU's FP8 has another range (FNUZ), {_INSTEAD}")
+        raise UnsupportedEngineError(f"kv_scales: this GPU's FP8 has another range (FNUZ); {_INSTEAD}")
     if CuMemAllocator.instance is not None:
         raise UnsupportedEngineError(
             "kv_scales: an engine with vLLM's sleep mode sets them to one when its KV cache wakes up; start it without "
-            f"--enable-sleep-mode, {_INSTEAD}"
+            f"--enable-sleep-mode, or {_INSTEAD}"
         )
 
 
 def _check_layer(path: str, layer: Any) -> None:
     backend = layer.attn_backend.get_name()
     if backend not in _BACKENDS:
-        other = "start the engine with --attention-backend FLASH_ATTN or TRITON_ATTN, "
+        other = "start the engine with --attention-backend FLASH_ATTN or TRITON_ATTN, or "
         raise UnsupportedEngineError(
             f"kv_scales: {path} computes with {backend}, which would keep old scales or lose new ones; "
             f"{other if isinstance(layer, Attention) else ''}{_INSTEAD}"
         )
     if not _has_scales(layer):
-        raise UnsupportedEngineError(f"kv_scales: {path} has scales for each head, {_INSTEAD}")
+        raise UnsupportedEngineError(f"kv_scales: {path} has scales for each head; {_INSTEAD}")

@@ -60,10 +60,10 @@ class Layer(Attention):
 class Latent(MLAAttention):
     """Multi-latent attention, likewise."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
         nn.Module.__init__(self)
         self.layer_name, self.kv_cache_dtype = "model.layers.0.self_attn.attn", "fp8"
-        self.attn_backend = cast(Any, SimpleNamespace(get_name=lambda: "FLASHMLA"))
+        self.attn_backend = cast(Any, SimpleNamespace(get_name=lambda: backend))
 
 
 class Model(nn.Module):
@@ -143,28 +143,39 @@ def test_every_layer_gets_scales_and_every_scale_has_a_layer(layers: tuple[int |
         (Layer(0, "fp8_per_token_head"), "KV cache is not in FP8"),
         (
             Layer(0, backend="FLASHINFER"),
-            "FLASHINFER, which would keep old.*--attention-backend FLASH_ATTN or TRITON_ATTN",
+            "FLASHINFER, which would keep old.*--attention-backend FLASH_ATTN or TRITON_ATTN, or pub",
         ),
-        (Latent(), "FLASHMLA, which would keep old scales or lose new ones; or pub"),
-        (Layer(0, heads=2), "has scales for each head"),
+        *(
+            (Latent(backend), f"with {backend}, which would keep old scales or lose new ones; pub")
+            for backend in ("FLASHINFER_MLA", "TOKENSPEED_MLA", "CUTLASS_MLA", "TRITON_MLA", "FLASHMLA")
+        ),
+        (Layer(0, heads=2), "has scales for each head; pub"),
     ],
 )
 def test_an_engine_whose_scales_cannot_be_replaced_is_refused(layer: Any, message: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=rf"^kv_scales: .*{message}") as raised:
         wanted(Model(layer), 0, dtype=layer.kv_cache_dtype)
-    assert str(raised.value).endswith("or publish without kv_scales")
+    check_refusal(raised.value)
+
+
+def check_refusal(error: Exception) -> None:
+    """One line, with a way out."""
+    assert str(error).endswith("publish without kv_scales")
+    assert "\n" not in str(error)
 
 
 def test_an_engine_that_would_forget_them_asleep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator, "instance", object())
-    with pytest.raises(UnsupportedEngineError, match="start it without --enable-sleep-mode"):
+    with pytest.raises(UnsupportedEngineError, match="wakes up; start it without --enable-sleep-mode, or") as raised:
         wanted(Model(Layer(0)), 0)
+    check_refusal(raised.value)
 
 
 def test_a_gpu_whose_fp8_has_another_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
-    with pytest.raises(UnsupportedEngineError, match="FNUZ"):
+    with pytest.raises(UnsupportedEngineError, match="FNUZ") as raised:
         wanted(Model(Layer(0)), 0)
+    check_refusal(raised.value)
 
 
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["trained", "fp8"])
