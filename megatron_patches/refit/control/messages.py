@@ -60,6 +60,20 @@ class State(StrEnum):
     """The trainer has ended it."""
 
 
+NEXT: Mapping[State, frozenset[State]] = {
+    State.JOINING: frozenset({State.READY, State.FAILED, State.CLOSED}),
+    # Ready again: a worker was asked to commit a version that it has given up.
+    State.READY: frozenset({State.READY, State.SENDING, State.FAILED, State.CLOSED}),
+    State.SENDING: frozenset({State.COMMITTING, State.READY, State.FAILED, State.CLOSED}),
+    # Sending: others did not take the version, and the next one comes.
+    State.COMMITTING: frozenset({State.READY, State.SENDING, State.FAILED, State.CLOSED}),
+    # Sending: to workers that have left, which fails.
+    State.FAILED: frozenset({State.FAILED, State.SENDING, State.CLOSED}),
+    State.CLOSED: frozenset({State.CLOSED}),
+}
+"""The states that may follow each state."""
+
+
 @dataclass(frozen=True)
 class Standing:
     """The current state of a subscription.
@@ -101,10 +115,18 @@ class StateLog:
             state: the next state.
             version: number of the version that it is about; None for the same as before.
             reason: why, if something failed.
+
+        Raises:
+            RuntimeError: if this state may not follow the current one, which is a defect of this package.
         """
         now = time.monotonic()
         with self._lock:
             left, seconds = self._state, now - self._since
+            if state not in NEXT[left]:
+                raise RuntimeError(
+                    f"internal error: the refit with {self._who} was {left} and cannot be {state} next "
+                    f"({reason or f'version {self._version if version is None else version}'}); please report this"
+                )
             self._state, self._since = state, now
             self._version = self._version if version is None else version
             if state is State.SENDING:

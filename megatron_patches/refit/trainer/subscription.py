@@ -528,7 +528,8 @@ class Subscription:
             )
 
     def _fail(self, version: int, reason: str) -> None:
-        self._log.enter(State.FAILED if self.gone else State.READY, version, reason)
+        is_there = self.joined.exception() is None and not self.gone
+        self._log.enter(State.READY if is_there else State.FAILED, version, reason)
 
     def _close(self) -> None:
         if self._meetings is not None:

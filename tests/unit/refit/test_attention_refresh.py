@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_patches.refit.control import messages
-from megatron_patches.refit.control.messages import StateLog
+from megatron_patches.refit.control.messages import State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, TransferError
 from megatron_patches.refit.layout.manifest import Manifest, Storage
 
@@ -188,6 +188,8 @@ class Worker:
             name="a worker",
             config=config,
         )
+        log = StateLog("a trainer", logging.DEBUG)
+        log.enter(State.READY)
         self.session = WorkerSession(
             cast(Any, self.party),
             ServingModel(self.model, config, CPU),
@@ -195,7 +197,7 @@ class Worker:
             version=0,
             may_go_on=not in_place,
             timeout_s=30.0,
-            log=StateLog("a trainer", logging.DEBUG),
+            log=log,
         )
         self.captured = self.model.derived()  # as a graph has it: these tensors' memory, whatever the layers have later
 

@@ -467,6 +467,55 @@ def test_a_source_that_cannot_make_links_fails_the_step_at_once_though_looking_u
         assert all(isinstance(a, PartyFailedError) and "staging_bytes is 0" in str(a) for a in answers)
 
 
+def fed_by_two() -> tuple[Case, int, int, int]:
+    """A random case, a destination, and two sources that send to it."""
+    for seed in range(100):
+        case = coverable(seed)
+        pairs = {(item.destination, item.source) for item in make_plan(*case.sides).transfers}
+        for rank in range(len(case.destinations)):
+            feeding = sorted(source for destination, source in pairs if destination == rank)
+            if len(feeding) > 1:
+                return case, rank, feeding[0], feeding[1]
+    raise AssertionError("no case has one")
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_while_a_version_waits_each_side_says_for_whom() -> None:
+    """For a destination that has no room yet, and then for a source that has not begun."""
+    case, taking, sending, late = fed_by_two()
+    room, begins = threading.Event(), threading.Event()
+
+    def look_up(rank: int) -> dict[str, Bits]:
+        assert rank != late or begins.wait(20.0)
+        return memory(case.sources[rank], values(case, 2))
+
+    def make(rank: int) -> dict[str, Bits]:
+        assert rank != taking or room.wait(20.0)
+        return memory(case.destinations[rank], None)
+
+    with scene(case, TransportName.SHM) as parties, ThreadPoolExecutor(1) as pool:
+        parties.prepare()
+        parties.check(1, parties.move(1))
+        source, destination = parties.sources[sending], parties.destinations[taking]
+        assert source.late == []
+        under_way = pool.submit(lambda: parties.exchange(2, look_up, make))
+        until(lambda: source.late == [taking])
+        room.set()
+        until(lambda: source.late == [])
+        said = re.fullmatch(r"a packet from any of source ranks \[([\d, ]+)\]", destination.awaited)
+        assert said is not None
+        assert str(late) in said[1].split(", ")
+        assert not under_way.done()
+        begins.set()
+        parties.check(2, under_way.result(20.0)[len(case.sources) :], values(case, 2))
+
+
 def test_leaving_in_another_thread_ends_what_a_party_waits_for_and_its_links() -> None:
     case = coverable(9)
     with scene(case, TransportName.SHM, timeout_s=60.0) as parties:

@@ -288,3 +288,16 @@ def test_large_fleets_meet_their_targets(name: str, tmp_path: Path, capsys: pyte
     # Seconds are those of an idle machine, and the committed reports keep to them. A shared one may be half as fast.
     fleet = FLEETS[name] | {"most_seconds": str(3 * int(FLEETS[name]["most_seconds"]))}
     assert main(arguments(tmp_path, **fleet, most_registry="2GB")) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_four_layers_of_a_large_fleet_meet_its_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As large as the fleets above, but for the 57 layers more, which take minutes: 1024 ranks, 64 engines of TP 8."""
+    fleet, model = FLEETS["kimi-k2"], {**MODELS["kimi-k2"], "num_hidden_layers": 4}
+    few = {"model": str(tmp_path), "from": fleet["from"].replace("first=16,", ""), "requests": "16"}
+    call = arguments(tmp_path, **fleet | few | {"most_worker": "1MB"})
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    assert main(call) == 0, capsys.readouterr()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert sum(kind["count"] for kind in found["kinds"]) == 1024 + 64 * 8
+    assert len([name for wave in found["fan_out"]["waves"] for name in wave["committed"]]) == 256

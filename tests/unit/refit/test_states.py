@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_patches.refit.control.messages import State, StateLog
+from megatron_patches.refit.control.messages import NEXT, State, StateLog
 
 
 def test_each_change_is_logged_once_with_engine_version_and_seconds(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,7 +29,25 @@ def test_each_change_is_logged_once_with_engine_version_and_seconds(caplog: pyte
 
 def test_whoever_asks_learns_the_state_and_whom_it_waits_for() -> None:
     log = StateLog("http://a", logging.DEBUG)
+    log.enter(State.READY)
     log.enter(State.SENDING, 7)
     standing = log.standing(lambda state: ["worker 0"] if state is State.SENDING else [])
     assert (standing.state, standing.version, standing.waits_for) == (State.SENDING, 7, ("worker 0",))
     assert 0 <= standing.seconds < 5
+
+
+def test_a_state_that_cannot_follow_is_refused_and_not_entered() -> None:
+    log = StateLog("http://a", logging.DEBUG)
+    with pytest.raises(RuntimeError) as raised:
+        log.enter(State.COMMITTING, 7)
+    assert str(raised.value) == (
+        "internal error: the refit with http://a was joining and cannot be committing next (version 7); please report "
+        "this"
+    )
+    for state in (State.READY, State.SENDING, State.COMMITTING, State.CLOSED):
+        log.enter(state)
+    for state in set(State) - {State.CLOSED}:  # nothing follows the end
+        with pytest.raises(RuntimeError, match="was closed and cannot be"):
+            log.enter(state, reason="left")
+    assert log.standing(lambda _: []).state is State.CLOSED
+    assert NEXT.keys() == set(State)

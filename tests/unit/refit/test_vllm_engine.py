@@ -19,12 +19,13 @@ from megatron_patches.refit.parties.registry import Registry
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from megatron_patches.refit.control.messages import StateLog
+from megatron_patches.refit.control.messages import State, StateLog
 from megatron_patches.refit.vllm import all_or_none
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
 from megatron_patches.refit.vllm.joining import Joining
 from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.worker import RefitWorker
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
 FIRST, SECOND = "1" * 64, "2" * 64
@@ -162,6 +163,28 @@ def test_no_trainer_is_joined_where_nobody_asks_who_it_is(
     assert state is not None
     assert state.waits_for == ("the trainer at 10.0.0.5:1, or other workers, to agree on a plan",)
     assert joins(engine(1, {"unguarded": True}), monkeypatch)
+
+
+def test_a_worker_tells_its_operator_what_a_refit_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``/collective_rpc`` asks it."""
+    worker, under_test = RefitWorker(), engine(1, {"unguarded": True})
+    worker.weight_transfer_engine = under_test
+    assert worker.refit_state() is None
+    assert joins(under_test, monkeypatch)
+    log = under_test._log
+    assert log is not None
+    under_test._session = cast(Any, SimpleNamespace(awaited="a packet from any of source ranks [0, 3]"))
+    for state, version, waits_for in (
+        (State.READY, -1, ()),
+        (State.SENDING, 7, ("a packet from any of source ranks [0, 3]",)),
+        (State.COMMITTING, 7, ("the trainer at 10.0.0.5:1 to commit",)),
+        (State.READY, 7, ()),
+    ):
+        log.enter(state, version)
+        found = worker.refit_state()
+        assert found is not None
+        assert found.pop("seconds") < 5.0
+        assert found == {"state": state.value, "version": version, "waits_for": waits_for}
 
 
 @pytest.mark.parametrize(

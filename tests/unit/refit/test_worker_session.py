@@ -28,8 +28,6 @@ from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerLayout, WorkerSession
 
-LOG = StateLog("a trainer", logging.DEBUG)
-
 
 class Party:
     """Gets what it is told to get, once it may; notes what it is asked, and who disturbs whom."""
@@ -178,13 +176,15 @@ def two(monkeypatch: pytest.MonkeyPatch, *answers: bool | None) -> Votes:
 def session(
     party: Party, *, aside: bool = False, in_place: InPlace | None = None, rule: Rule | None = None
 ) -> WorkerSession:
+    log = StateLog("a trainer", logging.DEBUG)
+    log.enter(State.READY)
     config = cast(Any, SimpleNamespace(additional_config={}))
     serving = ServingModel(nn.Linear(1, 1), config, torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
     layout = WorkerLayout(
         Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place), cast(Any, Relays(party))
     )
-    return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0, log=LOG)
+    return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0, log=log)
 
 
 def test_what_is_sent_to_other_engines_ends_before_the_weights_change() -> None:
@@ -271,9 +271,9 @@ def test_a_version_is_received_and_committed(aside: bool) -> None:
     assert party.asked == ["received 7 at 3, linked: True", "commit of 7: None"]
     assert Replacement.done == [*(["begin"] if aside else ["build"]), "build", "apply", "forget"]
     assert party.beside_bytes == 0
-    standing = LOG.standing(lambda _: [])
+    standing = under_test._log.standing(lambda _: [])
     assert (standing.state, standing.version) == (State.READY, 7)
-    assert {State.SENDING, State.COMMITTING} <= LOG.lasted.keys()
+    assert {State.SENDING, State.COMMITTING} <= under_test._log.lasted.keys()
 
 
 def test_weights_are_put_together_while_they_arrive() -> None:
