@@ -107,19 +107,22 @@ class RefitGuard:
         if route == f"/{ADAPTER_ROUTE}":
             await add_adapter(scope, receive, send)
             return
+        if route == "/start_draft_weight_update" and _is_ours(scope):
+            await answer(send, 501, "draft models are not updated: trainers describe and send the main model only")
+            return
         if route == "/init_weight_transfer_engine":
             await self._admit(scope)
         await self._app(scope, receive, _marked(send))
 
     async def _admit(self, scope: Message) -> None:
         """Tells the workers, once, that their callers know the secret."""
-        client = scope["app"].state.engine_client
-        config = client.vllm_config.weight_transfer_config
-        if self._admitted or config is None or config.backend != ENGINE_NAME:
+        if self._admitted or not _is_ours(scope):
             return
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"call": "admit"}))
+        await scope["app"].state.engine_client.init_weight_transfer_engine(
+            WeightTransferInitRequest(init_info={"call": "admit"})
+        )
         self._admitted = True
 
 
@@ -134,6 +137,12 @@ def route_of(scope: Message) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def _is_ours(scope: Message) -> bool:
+    """Whether the server's weights are replaced by this package."""
+    config = scope["app"].state.engine_client.vllm_config.weight_transfer_config
+    return config is not None and config.backend == ENGINE_NAME
 
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:
