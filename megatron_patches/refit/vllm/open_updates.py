@@ -1,7 +1,8 @@
 """Ends updates of vLLM's own contract that a trainer has left open.
 
-vLLM's worker notes that an update was started, and refuses to start another one until it is finished. A trainer that
-dies in between never finishes it. By then its session has ended, and the old weights serve; only the note is left.
+vLLM's worker notes that an update was started. Until it is finished, the worker refuses to start another one and to
+release the trainer. A trainer that dies in between never finishes it. By then the old weights serve; only the note is
+left.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _APPLIED = "_etp_applied"
+_REFUSED = ("start_weight_update", "shutdown_weight_transfer_engine")  # the latter is not in vLLM 0.26
 
 
 def apply() -> None:
-    """Lets this process's worker end an open update, without effect, when another one starts."""
+    """Lets this process's worker end an open update, without effect, before what it would refuse."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    start = Worker.start_weight_update
-    if not hasattr(start, _APPLIED):
-        Worker.start_weight_update = _after_ending_another(start)
-        setattr(Worker.start_weight_update, _APPLIED, True)
+    for name in _REFUSED:
+        method = getattr(Worker, name, None)
+        if method is not None and not hasattr(method, _APPLIED):
+            changed = _after_ending_an_update(method)
+            setattr(changed, _APPLIED, True)
+            setattr(Worker, name, changed)
 
 
-def _after_ending_another(start: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(start)
-    def started(worker: Any) -> None:
+def _after_ending_an_update(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(method)
+    def carried_out(worker: Any) -> None:
         if worker._weight_update_active:
             logger.warning("refit: a weight update was started and never finished; it ends without effect")
             worker.finish_weight_update()
-        start(worker)
+        method(worker)
 
-    return started
+    return carried_out

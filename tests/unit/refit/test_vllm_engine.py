@@ -336,14 +336,19 @@ class Worker:
         self._weight_update_active = False
         self.calls.append("finish")
 
+    def shutdown_weight_transfer_engine(self) -> None:
+        assert not self._weight_update_active
+        self.calls.append("shutdown")
 
-def test_an_update_that_was_left_open_ends_when_another_one_starts(
+
+def test_an_update_that_was_left_open_ends_when_another_one_starts_or_the_trainer_is_released(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.worker import gpu_worker
 
     monkeypatch.setattr(gpu_worker, "Worker", Worker)
-    monkeypatch.setattr(Worker, "start_weight_update", Worker.start_weight_update)  # to be put back
+    for name in ("start_weight_update", "shutdown_weight_transfer_engine"):
+        monkeypatch.setattr(Worker, name, getattr(Worker, name))  # to be put back
     open_updates.apply()
     open_updates.apply()
     worker = Worker()
@@ -354,3 +359,6 @@ def test_an_update_that_was_left_open_ends_when_another_one_starts(
     worker.start_weight_update()
     assert worker.calls == ["start", "finish", "start", "finish", "start"]
     assert caplog.text.count("was started and never finished") == 1
+    worker.shutdown_weight_transfer_engine()
+    worker.shutdown_weight_transfer_engine()
+    assert worker.calls[5:] == ["finish", "shutdown", "shutdown"]
