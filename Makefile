@@ -29,7 +29,7 @@ BENCH_ARGS ?=
 PYTEST := -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 RUN_TESTS := OMP_NUM_THREADS=1 $(PY) $(PYTEST)
 # Those in which an engine may be of another environment than the trainer.
-ENGINE_TESTS := tests/integration/test_live_http.py
+ENGINE_TESTS := tests/integration/test_live_http.py tests/integration/test_live_contract.py
 
 .PHONY: help quickstart grpo test test-all test-vllm test-newest-torch bench-train docs lint types format venv clean
 

@@ -170,7 +170,7 @@ class VllmConnection:
         return found
 
     def sabotage(self, rank: int, where: str) -> None:
-        """Lets the next refit fail on worker ``rank``; see :func:`_sabotage`."""
+        """Lets the next refit fail on worker ``rank``; see :func:`sabotage`."""
         self.run("sabotage", rank, where)
 
     def log_probabilities(self, prompts: Sequence[Sequence[int]], adapter: str = "") -> list[list[float]]:
@@ -227,7 +227,7 @@ class _Served:
         return found
 
     def sabotage(self, rank: int, where: str) -> None:
-        self._llm.collective_rpc(_sabotage, args=(rank, where))
+        self._llm.collective_rpc(sabotage, args=(rank, where))
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         found: list[tuple[float, ...]] = self._llm.collective_rpc(_kv_scales)[0]
@@ -272,7 +272,7 @@ class _Served:
         return Completion(list(output.token_ids), log_probabilities, answer.num_cached_tokens, output.finish_reason)
 
 
-def _sabotage(worker: Any, rank: int, where: str) -> None:
+def sabotage(worker: Any, rank: int, where: str) -> None:
     """Lets the next refit fail on one worker.
 
     When it makes ``memory``, when it has come to ``verify``, when it would ``convert`` what came, in ``build`` or,

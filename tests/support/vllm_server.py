@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from examples.serving import write_byte_tokenizer
 from examples.vllm_process import ON_A_CPU, starting_server
@@ -68,14 +69,18 @@ class VllmServer:
 
     def parameters(self) -> list[dict[str, str]]:
         """Digest of each parameter and buffer, by name, for every worker; if it has ``vllm_digests.EXTENSION``."""
+        found: list[dict[str, str]] = self.rpc("digests")
+        return found
+
+    def rpc(self, method: str) -> Any:
+        """What a method of each worker returns."""
         request = urllib.request.Request(  # noqa: S310 - as below
             f"{self.url}/collective_rpc",
-            b'{"method": "digests"}',
+            json.dumps({"method": method}).encode(),
             {"Content-Type": "application/json", **Credentials().headers()},
         )
         with urllib.request.urlopen(request, timeout=60.0) as answer:  # noqa: S310 - as below
-            found: list[dict[str, str]] = json.load(answer)["results"]
-        return found
+            return json.load(answer)["results"]
 
     def was_asked(self, route: str) -> int:
         """How many requests for a route it has answered."""

@@ -4,30 +4,33 @@
 sends ``admit``. The trainer sends ``join`` and ``record`` once per session, then for each version ``receive`` and
 ``commit``, or ``abandon``. With fan-out, ``meet`` lets the workers agree with other engines on how a version comes from
 them, before ``receive``, and ``relay`` makes those engines send what they serve. The server sends ``leave`` once it no
-longer hears from the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker notes that an
-update was started and refuses the next one until it is finished, which a killed trainer never does. Second, if an
-engine has several workers, an exception in one leaves the answers of the others unread
-(``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer to an earlier one. For the
-same reason calls do not raise: workers report results at the trainer's rendezvous and in the log. Calls raise only if
-old weights cannot be restored, because the engine must not continue then. Calls that name an adapter are passed to its
-own session (:mod:`megatron_patches.refit.vllm.adapters`).
+longer hears from the trainer. Calls that name an adapter are passed to its own session
+(:mod:`megatron_patches.refit.vllm.adapters`). Calls do not raise: if an engine has several workers, an exception in one
+leaves the answers of the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0 and 0.32.0), so that every later
+call gets the answer to an earlier one. Workers report results at the trainer's rendezvous and in the log. Calls raise
+only if old weights cannot be restored, because the engine must not continue then.
+
+[Note: contract] A trainer of vLLM's own contract sends ``receive`` through ``update_weights``, within
+``start_weight_update`` and ``finish_weight_update``. All else, ``commit`` included, comes as above: vLLM labels the
+weights with a version after ``finish_weight_update``, whether they were committed or not, unless a worker raises. So
+``finish_weight_update`` only drops what was not committed, and the trainer gives the label to a version that serves.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from megatron_patches.refit.control.messages import Standing, State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
+from megatron_patches.refit.vllm import open_updates
 from megatron_patches.refit.vllm.adapters import Adapters
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
@@ -42,13 +45,8 @@ _ANOTHER = "by another session than the one that this engine has joined since; l
 _VOTE_S = 60.0  # for the other workers to reach a vote that this one declines
 
 
-@dataclass
-class NoUpdate(WeightTransferUpdateInfo):
-    """vLLM's own updates are not used."""
-
-
-class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
-    """Passes the trainer's calls to their session; see [Note: calls].
+class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
+    """Passes the trainer's calls to their session; see [Note: calls] and [Note: contract].
 
     Attributes:
         version: number of the serving weights; 0 for those that vLLM loaded itself.
@@ -58,7 +56,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     """
 
     init_info_cls = RefitCall
-    update_info_cls = NoUpdate
+    update_info_cls = RefitCall
     supports_draft_weight_update = False
 
     def __init__(
@@ -66,6 +64,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     ) -> None:
         installed_release()  # refuse a modified vLLM before it serves
         super().__init__(config, vllm_config, device, model)
+        open_updates.apply()
         self.version = 0
         self._settings = settings_of(vllm_config.additional_config)
         self._admitted = self._settings.unguarded
@@ -137,16 +136,31 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         return None if self._log is None else self._log.standing(waits_for)
 
     def start_weight_update(self) -> None:
-        """Unused: RefitSession drives this engine."""
-        logger.error("refit: start_weight_update does nothing; RefitSession drives this engine")
+        """Does nothing: a version is prepared for when it is received."""
 
-    def receive_weights(self, update_info: NoUpdate) -> None:
-        """Unused: RefitSession drives this engine."""
-        del update_info
-        logger.error("refit: update_weights does nothing; RefitSession drives this engine")
+    def parse_update_info(self, update_dict: dict[str, Any]) -> RefitCall:
+        """Reads a call to receive a version; see :meth:`parse_init_info`."""
+        return self.parse_init_info({**update_dict, "call": "receive"})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Starts to receive a version. Unlike vLLM's own engines it does not wait for a device, nor need one."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: RefitCall) -> None:
+        """Starts to receive a version; see [Note: contract].
+
+        Raises:
+            LostWeightsError: if the old weights cannot be restored.
+        """
+        self.init_transfer_engine(update_info)
 
     def finish_weight_update(self) -> None:
-        """Unused: RefitSession drives this engine."""
+        """Drops what was received and not committed; see [Note: contract].
+
+        Raises:
+            LostWeightsError: if the old weights cannot be restored.
+        """
+        self.init_transfer_engine(RefitCall(call="abandon", token=self._token))
 
     def shutdown(self) -> None:
         """Leaves the trainer's session."""

@@ -121,19 +121,22 @@ class RefitGuard:
         if route == f"/{ADAPTER_ROUTE}":
             await add_adapter(scope, receive, send)
             return
+        if route == "/start_draft_weight_update" and _is_ours(scope):
+            await answer(send, 501, "draft models are not updated: trainers describe and send the main model only")
+            return
         if route == "/init_weight_transfer_engine":
             await self._admit(scope)
         await self._app(scope, receive, _marked(send))
 
     async def _admit(self, scope: Message) -> None:
         """Tells the workers, once, that their callers know the secret."""
-        client = scope["app"].state.engine_client
-        config = client.vllm_config.weight_transfer_config
-        if self._admitted or config is None or config.backend != ENGINE_NAME:
+        if self._admitted or not _is_ours(scope):
             return
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"call": "admit"}))
+        await scope["app"].state.engine_client.init_weight_transfer_engine(
+            WeightTransferInitRequest(init_info={"call": "admit"})
+        )
         self._admitted = True
 
 
@@ -158,6 +161,12 @@ def _has_key(scope: Message, headers: dict[bytes, bytes]) -> bool:
     scheme, _, shown = headers.get(b"authorization", b"").partition(b" ")
     matches = [hmac.compare_digest(shown, key) for key in known]  # all, so that the time says nothing
     return not known or (scheme.lower() == b"bearer" and any(matches))
+
+
+def _is_ours(scope: Message) -> bool:
+    """Whether the server's weights are replaced by this package."""
+    config = scope["app"].state.engine_client.vllm_config.weight_transfer_config
+    return config is not None and config.backend == ENGINE_NAME
 
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:

@@ -205,6 +205,13 @@ def test_workers_are_told_once_that_there_is_a_guard() -> None:
     assert other.calls == []
 
 
+def test_an_update_of_a_draft_model_is_refused_before_workers_hear_of_it() -> None:
+    server, other = Server(), Server("nccl")
+    assert server.request("/start_draft_weight_update", SHOWN) == 501
+    assert other.request("/start_draft_weight_update", SHOWN) == 200
+    assert (server.reached, other.reached) == ([], ["/start_draft_weight_update"])
+
+
 def test_an_answer_tells_the_trainer_of_the_guard() -> None:
     sent: list[Any] = []
 

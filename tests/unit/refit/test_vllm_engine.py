@@ -20,7 +20,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.control.messages import State, StateLog
-from megatron_patches.refit.vllm import all_or_none
+from megatron_patches.refit.vllm import all_or_none, open_updates
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
 from megatron_patches.refit.vllm.joining import Joining
@@ -327,3 +327,61 @@ def test_what_needs_no_session_does_nothing() -> None:
     under_test.init_transfer_engine(under_test.parse_init_info({"call": "abandon"}))
     under_test.shutdown()
     assert under_test.version == 0
+
+
+def test_an_update_of_vllms_own_contract_receives_a_version_and_its_end_drops_what_was_not_committed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    under_test, session = engine(2), Session()
+    under_test._session, under_test._token = cast(Any, session), FIRST
+    under_test.start_weight_update()
+    under_test.update_weights({"version": 7, "step": 3, "linked": True, "key": "", "token": FIRST})
+    under_test.finish_weight_update()
+    assert session.asked == ["receive 7", "abandon"]
+    with caplog.at_level(logging.ERROR):
+        under_test.update_weights({"names": ["lm_head.weight"]})  # nothing is raised: there is a second worker
+    assert "Invalid init_info: unknown names" in caplog.text
+
+
+class Worker:
+    """The part of vLLM's worker that notes whether an update is open."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._weight_update_active = False
+
+    def start_weight_update(self) -> None:
+        assert not self._weight_update_active
+        self._weight_update_active = True
+        self.calls.append("start")
+
+    def finish_weight_update(self) -> None:
+        self._weight_update_active = False
+        self.calls.append("finish")
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        assert not self._weight_update_active
+        self.calls.append("shutdown")
+
+
+def test_an_update_that_was_left_open_ends_when_another_one_starts_or_the_trainer_is_released(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker import gpu_worker
+
+    monkeypatch.setattr(gpu_worker, "Worker", Worker)
+    for name in ("start_weight_update", "shutdown_weight_transfer_engine"):
+        monkeypatch.setattr(Worker, name, getattr(Worker, name))  # to be put back
+    open_updates.apply()
+    open_updates.apply()
+    worker = Worker()
+    worker.start_weight_update()
+    assert not caplog.text
+    worker.start_weight_update()
+    worker.finish_weight_update()
+    worker.start_weight_update()
+    assert worker.calls == ["start", "finish", "start", "finish", "start"]
+    assert caplog.text.count("was started and never finished") == 1
+    worker.shutdown_weight_transfer_engine()
+    worker.shutdown_weight_transfer_engine()
+    assert worker.calls[5:] == ["finish", "shutdown", "shutdown"]

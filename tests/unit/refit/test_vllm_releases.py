@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from types import SimpleNamespace
 from typing import Any, cast
@@ -70,3 +71,13 @@ def test_a_server_of_an_unknown_release_starts_unchanged_unless_it_asks_for_the_
     anything = cast(Any, SimpleNamespace())
     with pytest.raises(UnsupportedEngineError, match=r"^weights cannot be pushed into vLLM 0\.33\.0"):
         Factory.create_engine(WeightTransferConfig(backend="etp"), anything, anything, anything)
+
+
+@needs_vllm
+def test_the_contract_of_trainers_is_that_of_one_release() -> None:
+    import vllm
+
+    if not vllm.__version__.startswith("0.26."):
+        pytest.skip("tests/integration/test_live_contract.py tries it")
+    with pytest.raises(UnsupportedEngineError, match=r"with vLLM 0\.32\.0, and this is 0\.26\.0.* use WeightPublisher"):
+        importlib.import_module("megatron_patches.refit.vllm_trainer")

@@ -62,6 +62,8 @@ _NAMES = (
     "vllm.lora.lora_weights:LoRALayerWeights.optimize",
     "vllm.lora.utils:parse_fine_tuned_lora_name",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
+    "vllm.v1.worker.gpu_worker:Worker.start_weight_update",
 )
 
 

@@ -1,0 +1,132 @@
+"""An engine behind a client of vLLM's own weight transfer contract, which has four calls: init, start, update, finish.
+
+[Note: phases] A version takes the calls ``start``, ``update`` (the workers begin to receive), ``init`` with ``commit``
+(they vote and commit), and ``finish`` with the version's label. ``finish`` cannot commit: vLLM labels the weights after
+it unless a worker raises, and workers must not raise (see [Note: calls] in ``refit/vllm/engine.py``). So it comes once
+the workers have reported what they serve, with the label if they committed, and without one otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from megatron_patches.refit.control.credentials import Credentials
+from megatron_patches.refit.control.http_calls import HttpCalls
+from megatron_patches.refit.trainer.engines import Joined, PauseMode
+
+
+class WeightSyncClient(Protocol):
+    """vLLM's ``VLLMWeightSyncClient``. Calls block until all workers have answered."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """As ``/init_weight_transfer_engine``."""
+
+    def start_weight_update(self) -> None:
+        """As ``/start_weight_update``."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As ``/update_weights``."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """As ``/finish_weight_update``."""
+
+
+class GuardedSyncClient:
+    """A :class:`WeightSyncClient` for a server with a guard: unlike vLLM's HTTP client, it shows the server's secret.
+
+    Args:
+        base_url: base URL of the server, such as ``http://10.0.0.5:8000``.
+        timeout: timeout of one call, in seconds.
+        credentials: what to send the server; None for those in the environment.
+
+    Attributes:
+        base_url: as given, without a trailing slash.
+
+    Raises:
+        ValueError: if ``base_url`` is not an HTTP URL of a server.
+    """
+
+    def __init__(self, base_url: str, timeout: float = 300.0, *, credentials: Credentials | None = None) -> None:
+        self._http = HttpCalls(base_url, timeout, credentials or Credentials())
+        self.base_url = self._http.url
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See :class:`WeightSyncClient`."""
+        self._http.call("POST", "init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """See :class:`WeightSyncClient`."""
+        self._http.call("POST", "start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See :class:`WeightSyncClient`."""
+        self._http.call("POST", "update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See :class:`WeightSyncClient`."""
+        body = None if weight_version is None else {"weight_version": weight_version}
+        self._http.call("POST", "finish_weight_update", body)
+
+
+class ContractEngine:
+    """An :class:`megatron_patches.refit.trainer.engines.EngineClient` behind a client; see [Note: phases].
+
+    It neither pauses the engine nor empties caches, for which the contract has no calls: its user does.
+
+    Args:
+        client: the client of one engine.
+        workers: number of the engine's workers, which the contract has no call to ask for.
+
+    Attributes:
+        name: the client's ``base_url``, or the name of its class.
+    """
+
+    def __init__(self, client: WeightSyncClient, workers: int) -> None:
+        self.name = str(getattr(client, "base_url", type(client).__name__))
+        self._client, self._workers = client, workers
+        self._joined = Joined()
+        self._is_open = False  # whether an update was started and not finished
+
+    def world_size(self) -> int:
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        return self._workers
+
+    def check_up(self) -> None:
+        """Does nothing: the contract has no call for it."""
+
+    def call(self, call: dict[str, Any]) -> None:
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        told = self._joined.told(call)
+        if call["call"] != "receive":
+            self._client.init_weight_transfer_engine(told)
+            return
+        self._client.start_weight_update()
+        self._is_open = True
+        del told["call"]
+        self._client.update_weights(told)
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - see the class
+        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        self.call({"call": "commit", "version": version})
+
+    def set_weight_version(self, version: int) -> None:
+        """Finishes the update of a version that serves, with its label.
+
+        See :class:`megatron_patches.refit.trainer.engines.VersionKeeper`.
+        """
+        self._finish(str(version))
+
+    def end_update(self) -> None:
+        """Finishes an update whose version does not serve, without a label. Does nothing if none is open."""
+        if self._is_open:
+            self._finish(None)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Does nothing; see the class."""
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """Does nothing; see the class."""
+
+    def _finish(self, label: str | None) -> None:
+        self._is_open = False  # first: a worker raises if it is told twice, as its answer may be lost
+        self._client.finish_weight_update(label)

@@ -1,0 +1,166 @@
+"""The trainer's side of backend ``etp`` in vLLM's own weight transfer contract, for vLLM 0.32.
+
+::
+
+    engine = WeightTransferTrainerFactory.trainer_init(
+        EtpTrainerInitInfo(world_size=1, rank=0), client=GuardedSyncClient(url), source=ModuleSource(model)
+    )
+    engine.send_weights()
+
+It publishes with a :class:`megatron_patches.refit.trainer.publisher.WeightPublisher` of the first rank. Importing this
+module registers the backend in the trainer's process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+from vllm import __version__
+from vllm.distributed.weight_transfer import (
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
+
+from megatron_patches.refit.control.exchange import describe_error
+from megatron_patches.refit.errors import UnsupportedEngineError
+from megatron_patches.refit.trainer.contract_engine import ContractEngine, GuardedSyncClient
+from megatron_patches.refit.trainer.engines import PauseMode, SleepMode
+from megatron_patches.refit.trainer.push_options import RefitOptions
+from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.trl import EtpWeightTransfer
+
+__all__ = ["EtpTrainerEngine", "EtpTrainerInitInfo", "GuardedSyncClient"]
+
+logger = logging.getLogger(__name__)
+
+_RELEASE = "0.32."
+if not __version__.startswith(_RELEASE):
+    raise UnsupportedEngineError(
+        f"vLLM's contract of trainers is served with vLLM {_RELEASE}0, and this is {__version__}, where it differs; "
+        "use WeightPublisher, which pushes into servers of either"
+    )
+
+
+@dataclass
+class EtpTrainerInitInfo(TrainerInitInfo):
+    """What the trainer's side needs to know. ``rank``, of this process among the trainer's, is a keyword.
+
+    Attributes:
+        backend: vLLM's name of the backend.
+        world_size: number of workers of the engine (TP x PP x DP).
+        config: content of ``config.json``, with which the engine compares its own; None to compare only names, shapes
+            and dtypes.
+        options: how to push. ``pause`` has no effect: pause the server yourself.
+        first_version: number of the first version, at least 0. ``/weight_info`` shows the version that serves.
+
+    Raises:
+        ValueError: if ``world_size`` is not positive, or an option needs calls that the contract does not have.
+    """
+
+    backend: ClassVar[str] = "etp"
+
+    world_size: int
+    config: Mapping[str, Any] | None = None
+    options: RefitOptions = field(default_factory=RefitOptions)
+    first_version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size is {self.world_size}; it is the number of the engine's workers, at least 1")
+        if self.options.memory is MemoryMode.IN_PLACE:
+            raise ValueError(
+                "options.memory is in_place, for which the engine must pause, and vLLM's contract has no call for "
+                "that; use beside, or WeightPublisher"
+            )
+        if self.options.sleeping is not SleepMode.REFUSE:
+            raise ValueError(
+                f"options.sleeping is {self.options.sleeping.value}, and vLLM's contract has no call to wake an "
+                "engine; wake it yourself, or use WeightPublisher"
+            )
+
+
+class EtpTrainerEngine(TrainerWeightTransferEngine):
+    """vLLM's trainer engine of the backend ``etp``; made by ``WeightTransferTrainerFactory.trainer_init``.
+
+    Each :meth:`send_weights` is one version. As vLLM has it, every rank iterates the source, and the first one copies
+    its whole tensors and sends them. The engine joins with the first version.
+
+    Args:
+        init_info: what it needs to know.
+        client: the client of one engine.
+        source: the weights.
+    """
+
+    init_info_cls = EtpTrainerInitInfo
+
+    def __init__(self, init_info: EtpTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._engine = ContractEngine(client, init_info.world_size)
+        self._transfer = EtpWeightTransfer(
+            [self._engine],
+            config=init_info.config,
+            options=replace(init_info.options, pause=PauseMode.KEEP),
+            first_version=init_info.first_version,
+        )
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: EtpTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        """Makes one, on every rank of the trainer.
+
+        Raises:
+            ValueError: if there is no source, or its ranks hold parts of the model.
+        """
+        if source is None:
+            raise ValueError("source is None; pass a WeightSource, such as ModuleSource(model)")
+        if source.held_names() is not None:
+            raise ValueError(
+                "source.held_names() names a part of the model, and the first rank must iterate whole tensors of all "
+                "of it; use WeightPublisher, which sends each rank's part from that rank"
+            )
+        return cls(init_info, client=client, source=source)
+
+    @property
+    def version(self) -> int:
+        """Number of the last version that was sent, on the first rank; ``first_version - 1`` before."""
+        return self._transfer.version
+
+    def send_weights(self) -> None:
+        """Sends the source's weights as the next version, on every rank. The engine serves it when this returns.
+
+        Raises:
+            RefitError: on the first rank, if the engine does not serve it, with its reason. It serves what it served
+                before, under the label of that version; the next call connects again.
+        """
+        if not self.is_sender:
+            for _ in self.source:  # to gather a tensor may take all ranks
+                pass
+            return
+        try:
+            self._transfer.send_weights(iter(self.source))
+            self._transfer.resume()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def shutdown(self) -> None:
+        """Disconnects and frees the copies. The engine keeps what it serves."""
+        self._transfer.destroy()
+
+    def _give_up(self) -> None:
+        """Ends the update and the connection after a failure, whose reason is what the caller is to learn."""
+        for end in (self._engine.end_update, self._transfer.destroy):
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the first failure is raised
+                logger.warning("refit: %s: %s", self._engine.name, describe_error(error))
+
+
+WeightTransferTrainerFactory.register_engine(EtpTrainerInitInfo.backend, EtpTrainerEngine)

@@ -1,0 +1,66 @@
+"""A trainer written against vLLM's own contract sends its weights, in four phases, into a server of two workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_patches.refit.models.mesh import TrainerMesh
+from tests.integration.live_refit import export_all_body
+from tests.integration.tiny_models import QWEN3
+from tests.support.launch import run_megatron
+from tests.support.live_models import Case
+from tests.support.prepared import engine_python, engine_release
+from tests.support.vllm_host import VllmHost
+from tests.support.vllm_server import vllm_server
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(engine_release() == "0.26.0", reason="vLLM 0.26.0 has another contract; run `make test-vllm`")
+def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_is_ended(tmp_path: Path) -> None:
+    folders = {seed: str(tmp_path / f"model_{seed}") for seed in (1, 2)}
+    run_megatron(export_all_body, 1, args=(Case(TrainerMesh(), (), QWEN3), folders), timeout_s=180)
+    (place := tmp_path / "fresh").mkdir()
+    with VllmHost(Path(folders[2]), place, tensor_parallel_size=2) as host:
+        fresh = host.connect().parameters()
+    extension = "tests.support.vllm_votes.SabotagedWorker"
+    (place := tmp_path / "server").mkdir()
+    with vllm_server(QWEN3, place, "--tensor-parallel-size", "2", "--worker-extension-cls", extension) as server:
+        done = subprocess.run(
+            [engine_python(), "-m", "tests.integration.contract_training", server.url, "2", *folders.values()],
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        said = server.log()
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:] + said[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    labels, held = zip(*found["states"], strict=True)
+    assert [label["weight_version"] for label in labels] == ["default", "default", "1", "1", "3"]
+    random, survived, sent, voted_down, last = held
+    assert survived == random
+    assert sent not in (random, fresh)
+    assert (voted_down, last) == (sent, fresh)
+    assert "sabotaged apply" in said
+    assert "version 2 was not taken" in found["reason"]
+    assert said.count("a weight update was started and never finished") == 2  # once in each worker
+    refusals = [
+        "world_size is 0; it is the number of the engine's workers",
+        "options.memory is in_place, for which the engine must pause",
+        "options.sleeping is wake, and vLLM's contract has no call to wake",
+        "source is None; pass a WeightSource",
+        "source.held_names() names a part of the model",
+        "cannot start the refit: ",
+    ]
+    assert [said[: len(start)] for said, start in zip(found["refusals"], refusals, strict=True)] == refusals
+    assert "http://127.0.0.1:9" in found["refusals"][-1]

@@ -1,0 +1,105 @@
+"""An engine behind a client of vLLM's contract: in which order it is called, and when a version gets its label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patches.refit.control.http_calls import HttpCalls
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.trainer.contract_engine import ContractEngine, GuardedSyncClient
+from megatron_patches.refit.trl import EtpWeightTransfer
+from tests.multiproc import bodies_trl as bodies
+from tests.multiproc.test_trl_transfer import running, sync, tensors
+from tests.support.plain_engine import PlainEngine
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("the engine of these tests keeps weights in host memory")]
+
+
+class Client:
+    """Passes the calls on to an engine of tests.
+
+    Attributes:
+        phases: the calls, in order.
+        refuses: whether the engine votes down what it is to commit.
+    """
+
+    def __init__(self, engine: PlainEngine) -> None:
+        self._engine = engine
+        self.phases: list[str] = []
+        self.refuses = False
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.phases.append(init_info["call"])
+        if init_info["call"] != "commit":
+            self._engine.call(init_info)
+            return
+        if self.refuses:
+            self._engine.call({"call": "abandon"})
+        self._engine.commit(init_info["version"], reset_cache=False)
+
+    def start_weight_update(self) -> None:
+        self.phases.append("start")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.phases.append("update")
+        self._engine.call({"call": "receive", **update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.phases.append(f"finish {weight_version}")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[PlainEngine]:
+    with running("engine", tmp_path) as one:
+        yield one
+
+
+def test_a_version_is_labelled_once_it_serves_and_never_if_it_is_voted_down(engine: PlainEngine) -> None:
+    client = Client(engine)
+    behind = ContractEngine(client, 1)
+    transfer = EtpWeightTransfer([behind], options=bodies.OPTIONS)
+    behind.end_update()
+    sync(transfer, tensors())
+    behind.end_update()
+    assert client.phases == ["join", "record", "start", "update", "commit", "finish 1"]
+    client.phases.clear()
+    client.refuses = True
+    with pytest.raises(PartyFailedError, match="version 2 has not been received"):
+        sync(transfer, tensors(2.0))
+    behind.end_update()
+    assert engine.run("content") == (1, bodies.content(tensors()))
+    assert client.phases == ["start", "update", "commit", "abandon", "finish None"]
+    client.refuses = False
+    transfer.destroy()
+    sync(transfer, tensors(3.0))
+    assert engine.run("content") == (3, bodies.content(tensors(3.0)))
+    assert client.phases[-1] == "finish 3"
+    transfer.destroy()
+
+
+def test_a_guarded_server_is_called_as_vllm_documents_its_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, object]] = []
+
+    def note(_: HttpCalls, method: str, route: str, body: object = None) -> dict[str, Any]:
+        asked.append((method, route, body))
+        return {}
+
+    monkeypatch.setattr(HttpCalls, "call", note)
+    client = GuardedSyncClient("http://10.0.0.5:8000/")
+    client.init_weight_transfer_engine({"call": "join"})
+    client.start_weight_update()
+    client.update_weights({"version": 7})
+    client.finish_weight_update("7")
+    client.finish_weight_update()
+    assert asked == [
+        ("POST", "init_weight_transfer_engine", {"init_info": {"call": "join"}}),
+        ("POST", "start_weight_update", None),
+        ("POST", "update_weights", {"update_info": {"version": 7}}),
+        ("POST", "finish_weight_update", {"weight_version": "7"}),
+        ("POST", "finish_weight_update", None),
+    ]
+    assert ContractEngine(client, 4).name == "http://10.0.0.5:8000"
