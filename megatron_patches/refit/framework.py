@@ -1,4 +1,4 @@
-"""Publishes weights from a framework that has its engines in Ray actors: what a checkpoint engine needs.
+"""Publishes weights from a framework that has its engines in Ray actors: what verl and NeMo-RL have in common.
 
 Such a framework makes an object of this package in each of its trainer's ranks, and tells it when to send. It stops
 requests before an update and continues them after it. Ray itself is needed only by a program that uses it.
