@@ -19,11 +19,9 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.framework import FrameworkEngine, VersionSender, checked_options
 from megatron_patches.refit.ray_engine import answer_of
-from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
-from megatron_patches.refit.trainer.publisher import WeightPublisher
-from megatron_patches.refit.trainer.push_options import Fate, RefitOptions
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
 _MODULE = __name__
 _ROLLOUT = "vllm"
+_WHERE = "engine_kwargs.etp"
 _VERLS_OWN = {
     "pause": "verl pauses its servers itself for every update",
     "on_engine_failure": "verl resumes all of its servers after an update, even one that misses it",
@@ -90,9 +89,6 @@ class EtpCheckpointEngine(CheckpointEngine):
         options: further options of :class:`megatron_patches.refit.trainer.push_options.RefitOptions`, from
             ``checkpoint_engine.engine_kwargs.etp``.
 
-    Attributes:
-        version: number of the last version that was sent; -1 before. It is verl's step, unless that was sent before.
-
     Raises:
         ValueError: if an option is unknown, or is one that verl determines.
     """
@@ -100,21 +96,15 @@ class EtpCheckpointEngine(CheckpointEngine):
     wire_format = "delta_flush"
 
     def __init__(self, bucket_size: int, is_master: bool = False, *, timeout_s: float = 300.0, **options: Any) -> None:
-        for name, why in _VERLS_OWN.items():
-            if name in options:
-                raise ValueError(f"engine_kwargs.etp.{name} is {options[name]!r}, but {why}; leave it out")
-        taken = {"staging_bytes": bucket_size, "timeout_s": timeout_s, **options}
-        try:
-            RefitOptions(**taken)
-        except TypeError as error:
-            raise ValueError(f"engine_kwargs.etp: {error}; it takes the options of RefitOptions") from error
-        self.version = -1
-        self._is_first, self._given, self._timeout_s = is_master, taken, timeout_s
+        taken = checked_options(_WHERE, bucket_size, {"timeout_s": timeout_s, **options}, _VERLS_OWN)
+        self._sender, self._is_first, self._timeout_s = VersionSender(taken), is_master, timeout_s
         self._host = ""
         self._workers: list[ActorHandle] = []
-        self._servers: list[VerlServer] = []
-        self._module: nn.Module | None = None
-        self._publisher: WeightPublisher | None = None
+
+    @property
+    def version(self) -> int:
+        """Number of the last version that was sent; -1 before. It is verl's step, unless that was sent before."""
+        return self._sender.version
 
     def prepare(self) -> dict[str, Any]:
         """This process's actor, and the address of its machine."""
@@ -152,9 +142,8 @@ class EtpCheckpointEngine(CheckpointEngine):
         """
         if (host, *(one._actor_id for one in workers)) == (self._host, *(one._actor_id for one in self._workers)):
             return
-        self._close()
         self._workers, self._host = workers, host
-        self._servers = self._find_servers() if self._is_first else []
+        self._sender.connect(host, self._find_servers() if self._is_first else [])
 
     async def send_weights(self, weights: ModelWeights, global_steps: int | None = None) -> dict[str, float]:
         """Sends a version, and waits until the servers serve it. On all ranks of the actor.
@@ -170,17 +159,7 @@ class EtpCheckpointEngine(CheckpointEngine):
             RefitError: if the weights are of another engine, or with LoRA or quantization-aware training.
             PartyFailedError: if a server does not serve the version, with its reason.
         """
-        module = _module_of(weights)
-        if module is not self._module:
-            self._close()
-        if self._publisher is None:
-            self._publisher, self._module = self._new_publisher(module), module
-        self.version = max(self.version + 1, global_steps or 0)
-        report = self._publisher.publish(self.version).result()
-        missing = {name: one for name, one in report.engines.items() if one.fate is not Fate.SERVES}
-        if missing:
-            reasons = [f"{name}: {one.reason or one.fate.value}" for name, one in missing.items()]
-            raise PartyFailedError(f"version {self.version} does not serve: {'; '.join(reasons)}", missing)
+        report = self._sender.send(_module_of(weights), global_steps or 0)
         return {"refit/bytes": report.nbytes, **{f"refit/{phase}_s": value for phase, value in report.seconds.items()}}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Any, None]:
@@ -192,12 +171,6 @@ class EtpCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Does nothing: connections stay open."""
 
-    def _new_publisher(self, module: nn.Module) -> WeightPublisher:
-        publisher = WeightPublisher(module, options=RefitOptions(**{"host": self._host, **self._given}))
-        for server in self._servers:
-            publisher.attach(server)
-        return publisher
-
     def _find_servers(self) -> list[VerlServer]:
         replicas: Counter[int] = Counter()
         for worker in self._workers:
@@ -208,71 +181,25 @@ class EtpCheckpointEngine(CheckpointEngine):
             check_settings(server.name, server.settings())
         return servers
 
-    def _close(self) -> None:
-        publisher, self._publisher = self._publisher, None
-        if publisher is not None:
-            publisher.close()
 
+class VerlServer(FrameworkEngine):
+    """A vLLM server of verl."""
 
-class VerlServer:
-    """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.EngineClient`.
-
-    It is a Ray actor: anyone who can call it can do anything with it, so a join is admitted first.
-
-    Args:
-        name: of the actor.
-        world_size: number of its workers.
-        timeout_s: seconds for one call.
-
-    Raises:
-        RefitError: if there is no such actor.
-    """
-
-    def __init__(self, name: str, world_size: int, timeout_s: float) -> None:
-        try:
-            self._actor = ray.get_actor(name)
-        except ValueError as error:
-            raise RefitError(f"there is no Ray actor {name}; with the engine 'etp', rollout.name is vllm") from error
-        self.name, self._world_size, self._timeout_s = name, world_size, timeout_s
-        self._joined = Joined()
+    absent = "with the engine 'etp', rollout.name is vllm"
 
     def settings(self) -> Any:
         """Its ``verl.workers.config.RolloutConfig``."""
         return self._call("get_rollout_config")
 
-    def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        return self._world_size
-
     def check_up(self) -> None:
         """See :class:`megatron_patches.refit.EngineClient`."""
         self._call("get_server_address")
 
-    def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        if call["call"] == "join":
-            self._tell({"call": "admit"})
-        self._tell(self._joined.told(call))
-
-    def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        self.call({"call": "commit", "version": version})
-        if reset_cache:
-            self._call("clear_kv_cache")
-
-    def pause(self, mode: PauseMode) -> None:
-        """Does nothing: verl has aborted all requests, and holds back new ones until the update has ended."""
-
-    def resume(self, *, reset_cache: bool) -> None:
-        """Empties the caches if asked to; verl itself resumes the server."""
-        if reset_cache:
-            self._call("clear_kv_cache")
-
     def _tell(self, call: dict[str, Any]) -> None:
         self._call("collective_rpc", "init_weight_transfer_engine", timeout=self._timeout_s, kwargs={"init_info": call})
 
-    def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        return answer_of(self.name, method, getattr(self._actor, method).remote(*args, **named), self._timeout_s)
+    def _empty_caches(self) -> None:
+        self._call("clear_kv_cache")
 
 
 def check_settings(name: str, settings: Any) -> None:

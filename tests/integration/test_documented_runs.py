@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_patches.refit.checkpoints.hf_flags import flags_of
 from tests.integration.megatron_run import MegatronPool
+from tests.integration.tiny_models import QWEN3
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FENCED = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ARGUMENTS = Path(__file__).with_name("grpo_arguments.py")
 TOY = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --mock-data "
@@ -125,3 +131,48 @@ def test_launchers_of_several_hosts(tmp_path: Path) -> None:
     torchrun, *_ = FENCED.findall((DOCS / "hosts.md").read_text())
     flags = re.findall(r"--(?:nnodes|nproc-per-node|rdzv-[a-z]+)", torchrun)
     assert flags == re.findall(r"--(?:nnodes|nproc-per-node|rdzv-[a-z]+)", script[0].read_text())
+
+
+def test_recipe_of_grpo_is_accepted_for_a_tiny_qwen3(megatron: MegatronPool, tmp_path: Path) -> None:
+    (recipe,) = (block for block in FENCED.findall((DOCS / "rl.md").read_text()) if "examples/grpo/train.py" in block)
+    words = recipe.replace("\\\n", " ").split()
+    start = words.index("examples/grpo/train.py")
+    assert words[:start] == ["PYTHONPATH=.", "torchrun", "--nproc-per-node", "1", "-m", "megatron_patches"]
+    assert words[start + 1] == "MODEL_FLAGS"
+    asked = words[start + 2 :]
+    model = flags_of(QWEN3 | {"max_position_embeddings": 1024}, tmp_path)
+    (trajectory,) = megatron.train(1, [*model, *asked, "--no-gradient-accumulation-fusion"], ARGUMENTS)
+    told = json.loads(trajectory.log.splitlines()[-1])
+    for number, flag in enumerate(asked):
+        if flag.startswith("--"):
+            value, known = (asked[number + 1 : number + 2] or ["--"])[0], told[flag[2:].replace("-", "_")]
+            if value.startswith("--"):
+                assert known is True, flag
+            elif isinstance(known, float):
+                assert known == float(value), flag
+            else:
+                assert str(known) in {value, f"['{value}']"}, flag
+    assert (told["num_layers"], told["hidden_size"]) == (QWEN3["num_hidden_layers"], QWEN3["hidden_size"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_server_of_grpo_is_a_command_that_vllm_takes() -> None:
+    (command,) = (block for block in FENCED.findall((DOCS / "rl.md").read_text()) if "vllm.entrypoints" in block)
+    words = shlex.split(command.replace("\\\n", " "))
+    start = words.index("vllm.entrypoints.openai.api_server")
+    code = (
+        "import sys; from vllm.entrypoints.openai.cli_args import make_arg_parser; "
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+        "args = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]); "
+        "from pkgutil import resolve_name; "
+        "[resolve_name(name) for name in [*args.middleware, args.worker_extension_cls]]; "
+        "print(args.model, args.max_model_len, args.weight_transfer_config.backend, len(args.middleware))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *words[start + 1 :]],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1:] == ["Qwen/Qwen3-0.6B 2048 etp 2"], done.stderr[-2000:]

@@ -72,7 +72,7 @@ REFIT_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"transports"}),
     frozenset({"parties", "source", "target"}),
     frozenset({"checkpoints", "trainer", "vllm"}),
-    frozenset({"simulation", "ray_engine", "trl", "verl", "vllm_trainer"}),
+    frozenset({"simulation", "ray_engine", "framework", "trl", "verl", "nemo_rl", "vllm_trainer"}),
     frozenset({"tools"}),
     frozenset({"__main__"}),
 )

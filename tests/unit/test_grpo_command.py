@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +13,12 @@ import pytest
 import torch
 from rich.progress import Progress
 
+from examples.grpo import __main__ as grpo_command
 from examples.grpo.__main__ import CONFIG, byte_level, megatron_flags, parse, pretrain, push_checkpoint, train
 from megatron_patches.refit.models.config_traits import read_config
 
 QWEN3 = Path(__file__).resolve().parents[2] / "examples" / "grpo" / "qwen3-0.6b.json"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "rl.md"
 
 
 def test_a_model_of_another_shape_reads_bytes() -> None:
@@ -68,6 +72,21 @@ def test_mistakes_are_told_first(
         parse()
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_commands_of_the_page_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGE.read_text()
+    (on_gpus,) = re.findall(r"^python -m examples.grpo (.*)$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (`--.*?`) \|", page.partition("| `GRPO_ARGS=` |")[2].partition("\n\n")[0], re.MULTILINE)
+    asked = [on_gpus, *(arguments for row in rows for arguments in re.findall(r"`(.*?)`", row))]
+    assert len(asked) > 7
+    monkeypatch.chdir(PAGE.parents[1])
+    monkeypatch.setattr(grpo_command, "visible_gpus", lambda: ("0", "1"))
+    for arguments in asked:
+        words = shlex.split(arguments.replace(" N", " 5").replace("'...'", "'--grpo-clip 0.2'"))
+        always = ["--output", str(tmp_path), "--engine-python", "python"]
+        monkeypatch.setattr(sys, "argv", ["grpo", *always, *words])
+        assert parse().engines >= 1, arguments
 
 
 def test_folders_and_flags_of_a_user_keep_their_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

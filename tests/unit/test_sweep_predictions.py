@@ -91,11 +91,10 @@ def test_a_sweep_of_trainings_with_an_optimizer_needed_the_predicted_memory() ->
         return step_seconds(model, layout, training, machine).total()
 
     kinds = {(one.etp, one.cp): one for one in measured}
-    plain, etp, ring = kinds[1, 1], kinds[2, 1], kinds[1, 2]
+    plain, etp = kinds[1, 1], kinds[2, 1]
     machine = calibrated(Machine(), partial(step_of, plain), measured[plain]["seconds"])
     assert step_of(etp, machine) == pytest.approx(measured[etp]["seconds"], rel=0.03)
-    # The host's part of the ring was fitted to this step.
-    assert step_of(ring, machine) == pytest.approx(measured[ring]["seconds"], rel=0.05)
+    # Nothing is asserted of the ring's time: its part was fitted to the only step with context parallelism.
 
 
 def test_calibration_is_exact_on_its_own_step_and_survives_a_fast_host() -> None:
