@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.http_calls import HttpCalls
-from megatron_patches.refit.trainer.engines import Joined, PauseMode
+from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
 
 
 class WeightSyncClient(Protocol):
@@ -69,7 +69,7 @@ class GuardedSyncClient:
 
 
 class ContractEngine:
-    """An :class:`megatron_patches.refit.trainer.engines.EngineClient` behind a client; see [Note: phases].
+    """An :class:`megatron_patches.refit.EngineClient` behind a client; see [Note: phases].
 
     It neither pauses the engine nor empties caches, for which the contract has no calls: its user does.
 
@@ -88,14 +88,14 @@ class ContractEngine:
         self._is_open = False  # whether an update was started and not finished
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         return self._workers
 
     def check_up(self) -> None:
         """Does nothing: the contract has no call for it."""
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         told = self._joined.told(call)
         if call["call"] != "receive":
             self._client.init_weight_transfer_engine(told)
@@ -106,13 +106,13 @@ class ContractEngine:
         self._client.update_weights(told)
 
     def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - see the class
-        """See :class:`megatron_patches.refit.trainer.engines.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`."""
         self.call({"call": "commit", "version": version})
 
     def set_weight_version(self, version: int) -> None:
         """Finishes the update of a version that serves, with its label.
 
-        See :class:`megatron_patches.refit.trainer.engines.VersionKeeper`.
+        See :class:`megatron_patches.refit.trainer.engine_client.VersionKeeper`.
         """
         self._finish(str(version))
 

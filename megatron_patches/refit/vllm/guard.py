@@ -93,26 +93,30 @@ class RefitGuard:
 
     async def _guard(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = [(name.lower(), value) for name, value in scope["headers"]]
+        route = route_of(scope)
         shown = [value for name, value in headers if name == SECRET_HEADER.encode()]
         if self._secret is None or len(shown) != 1 or not self._secret.is_shown_by(shown[0]):
             logger.warning("refit: refused %s of %s, who did not show the secret", scope["path"], scope.get("client"))
             await answer(send, 401, f"{SECRET_HEADER}: show this server's secret")
-            return
-        route = route_of(scope)
-        if route in _OWN and not _has_key(scope, dict(headers)):
+        elif route in _OWN and not _has_key(scope, dict(headers)):
             logger.warning("refit: refused %s of %s, who did not show the API key", route, scope.get("client"))
             why = f"authorization: show this server's API key; a trainer sends that in {API_KEY_VARIABLE}"
             await answer(send, 401, why, scheme="Bearer")
-            return
-        if not _is_json(dict(headers)):
+        else:
+            await self._serve(route, dict(headers), scope, receive, send)
+
+    async def _serve(
+        self, route: str, headers: dict[bytes, bytes], scope: Message, receive: Receive, send: Send
+    ) -> None:
+        """Answers, or passes on, what somebody asks who may."""
+        if not _is_json(headers):
             await answer(send, 415, "content-type: a body must be application/json")
             return
         if route == f"/{lease.ROUTE}":
             await self._lease.request(scope, receive, send)
             return
         pauses, resumes = (
-            dict(headers).get(name.encode(), b"").decode(errors="replace")
-            for name in (lease.LEASE_HEADER, lease.RESUMES)
+            headers.get(name.encode(), b"").decode(errors="replace") for name in (lease.LEASE_HEADER, lease.RESUMES)
         )
         ended = self._lease.why_ended(pauses) or self._lease.why_not_resumed(resumes)
         if ended is not None:
