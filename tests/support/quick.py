@@ -18,7 +18,7 @@ SLOW_FOLDERS = frozenset({"integration", "packaging"})
 _FEWER = 8
 VARIANTS = (
     r"test_simulate.py::test_large_fleets_meet_their_targets",
-    r"test_live_faults.py::test_a_process_that_dies_ends_the_push_with_its_reason\[(engine-preparing|server-sending)\]",
+    r"test_live_faults.py::test_a_process_that_dies_ends_the_push_with_its_reason\[(engine-p|server-s|worker-s)",
     r"test_engine_loss.py::test_a_training_outlives_its_engine_and_takes_it_back_or_ends_with_a_checkpoint",
     r"test_grpo.py::test_weight_of_kl_counts_in_the_loss",
     r"test_long_run.py::",

@@ -109,11 +109,12 @@ class Assembly:
             outcome = Outcome(step, what, payload=encode(work()))
         except Exception as error:  # noqa: BLE001 - reported to all parties, and raised below as the cause
             mine = error
-            # A party that only passes on another's failure adds nothing to the reasons.
+            # A party that only passes on another's failure adds nothing to the reasons. It may have learned of it
+            # through a link, before the rendezvous did.
             passed_on = isinstance(error, PartyFailedError)
             known = (self._alerts.get(step) or "; ".join(self.gone())) if passed_on else None
             reason = known or f"{self.name}: {type(error).__name__}: {describe_error(error)}"
-            outcome = Outcome(step, what, reason=reason)
+            outcome = Outcome(step, what, reason=reason, passed_on=passed_on)
         self._send(outcome)
         answer = self._answer(step, what)
         if isinstance(answer, Failure):

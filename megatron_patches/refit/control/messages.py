@@ -325,12 +325,13 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Outcome(msgspec.Struct, tag=True):
-    """The result of a party's part of a step."""
+    """The result of a party's part of a step. ``passed_on``: whether its reason is how it saw another party fail."""
 
     step: int
     what: str
     payload: bytes = b""
     reason: str | None = None
+    passed_on: bool = False
 
 
 class Answer(msgspec.Struct, tag=True):

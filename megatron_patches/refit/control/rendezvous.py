@@ -71,6 +71,7 @@ class Rendezvous:
         host: address to listen on; other machines must reach it if parties run there.
         silence_s: seconds after which a party counts as gone whose process is stopped, or whose machine or network is
             lost.
+        called: what to call a party that has not joined, given its number.
 
     Raises:
         PartyFailedError: if ``host`` is not an address of this machine.
@@ -84,8 +85,9 @@ class Rendezvous:
         host: str = "127.0.0.1",
         *,
         silence_s: float = 30.0,
+        called: Callable[[int], str] = "party {}".format,
     ) -> None:
-        self._size, self._answer = parties, answer
+        self._size, self._answer, self._called = parties, answer, called
         self._ended = f"has ended or closed its connection, or said nothing for {silence_s:g} s"
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
@@ -293,8 +295,7 @@ class Rendezvous:
         step = self._steps[number]
         if step.verdicts or (len(step.outcomes) < self._size and self._given_up is None):
             return
-        found = [item.reason for item in step.outcomes.values()] if self._given_up is None else [self._given_up]
-        reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
+        reasons = step.reasons if self._given_up is None else [self._given_up]
         if not reasons:
             parts = [step.outcomes[party].payload for party in sorted(step.outcomes)]
             try:
@@ -318,7 +319,7 @@ class Rendezvous:
                 for party in set(range(self._size)) - set(step.outcomes):
                     reason = self._silence(party, step.what)
                     # After a failure elsewhere, a party that is still working is not a cause.
-                    known = reason if not step.failed else None
+                    known = reason if not step.causes else None
                     step.outcomes[party] = Outcome(number, step.what, reason=known)
                 self._settle(number)
 
@@ -327,12 +328,12 @@ class Rendezvous:
             return f"{self._members[party].name} gave no answer to {what!r} in time"
         here = f"{self.invitation.host}:{self.invitation.port}"
         return (
-            f"party {party}, which never joined, gave no answer to {what!r} in time; it must reach {here}, and its log "
-            "says why it did not join if it did"
+            f"{self._called(party)}, which never joined, gave no answer to {what!r} in time; it must reach {here}, and "
+            "its log says why it did not join if it did"
         )
 
     def _name_of(self, party: int) -> str:
-        return self._members[party].name if party in self._members else f"party {party}, which has not joined"
+        return self._members[party].name if party in self._members else f"{self._called(party)}, which has not joined"
 
     def _tell_all(self, message: Answer | Failure | Alert | Notice | Beat) -> None:
         encoded = encode(message)
@@ -359,6 +360,20 @@ class _Step:
     def verdict_of(self, party: int) -> Answer | Failure:
         """The verdict for one party; the step must have ended."""
         return self.verdicts[party if len(self.verdicts) > 1 else 0]
+
+    @property
+    def causes(self) -> list[str]:
+        """Why it fails, the earliest reason first; without those of parties that only saw another one fail."""
+        return self._reasons(passed_on=False)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Its causes, or what parties saw of them if none is known."""
+        return self.causes or self._reasons(passed_on=True)
+
+    def _reasons(self, *, passed_on: bool) -> list[str]:
+        found = [item.reason for item in self.outcomes.values() if item.passed_on is passed_on]
+        return list(dict.fromkeys(reason for reason in found if reason is not None))
 
     def fail(self) -> None:
         """Marks the step as failed and shortens the wait for the other parties."""

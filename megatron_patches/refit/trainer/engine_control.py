@@ -54,16 +54,21 @@ class EngineControl:
     ) -> None:
         self.engine, self._check = engine, check
         self._sources, self.options = sources, options
+        self.workers, self.unreachable, self.paused_s = 0, False, 0.0
         self._registry = registry = Registry(sources)
         # The number of workers is not known yet, but there is one at least, without which no step ends.
         self.rendezvous = Rendezvous(
-            sources + 1, options.timeout_s, registry.answer, options.host, silence_s=options.lease_s
+            sources + 1,
+            options.timeout_s,
+            registry.answer,
+            options.host,
+            silence_s=options.lease_s,
+            called=self._called,
         )
         self._caller = Worker(f"refit-calls-{engine.name}")
         self._call: Future[None] | None = None
         self._paused_at: float | None = None
         self._asleep: Sleeper | None = None  # if it sleeps with its weights awake; see [Note: sleeping]
-        self.workers, self.unreachable, self.paused_s = 0, False, 0.0
 
     @property
     def in_place(self) -> bool:
@@ -206,6 +211,12 @@ class EngineControl:
             self.wait()
         except RefitError as error:
             logger.debug("refit: %s", error)
+
+    def _called(self, party: int) -> str:
+        """What to call a party that has not joined. The engine may not even have said how many workers it has."""
+        if party < self._sources:
+            return f"trainer rank {party}"
+        return f"worker {party - self._sources} of {self.engine.name}" if self.workers else self.engine.name
 
     def _start(self, assembly: Assembly, step: int, what: str, work: Callable[[], None]) -> None:
         def run() -> None:

@@ -245,7 +245,7 @@ class Subscription:
             if reason is None:
                 served.set_result(paused_s)
             else:
-                served.set_exception(PartyFailedError(reason, [self.name]))
+                served.set_exception(self._failed(reason))
 
         self._run(tell)
 
@@ -375,7 +375,7 @@ class Subscription:
             self._log.enter(State.FAILED, -1, reason)
             if self._party is not None:
                 self._party.leave()  # so that nobody waits for this rank
-            raise PartyFailedError(reason, [self.name]) from error
+            raise self._failed(reason) from error
         self._log.enter(State.READY, -1)
         self._planning_s = self._log.lasted[State.JOINING]
 
@@ -407,7 +407,7 @@ class Subscription:
         except Exception as error:
             reason = describe_error(error) + ("" if self._control is None else self._control.left_asleep)
             self._fail(version, reason)
-            raise PartyFailedError(reason, [self.name]) from error
+            raise self._failed(reason) from error
         self._log.enter(State.COMMITTING, version)
         return moved
 
@@ -482,7 +482,7 @@ class Subscription:
         if control is not None:
             self._tell_cost(version, sent, control, reason)
         if reason is not None and (arrived or control is not None):
-            raise PartyFailedError(reason, [self.name])
+            raise self._failed(reason)
         return 0.0 if control is None else control.paused_s
 
     def _commit(self, version: int, control: EngineControl, *, arrived: bool) -> str | None:
@@ -526,6 +526,10 @@ class Subscription:
             raise PartyFailedError(
                 "; ".join(f"worker {worker} of {self.name}: {reason}" for worker, reason in sorted(reasons.items()))
             )
+
+    def _failed(self, reason: str) -> PartyFailedError:
+        """The error that says which engine failed: its workers and their machines are all that some reasons name."""
+        return PartyFailedError(reason if self.name in reason else f"{self.name}: {reason}", [self.name])
 
     def _fail(self, version: int, reason: str) -> None:
         is_there = self.joined.exception() is None and not self.gone

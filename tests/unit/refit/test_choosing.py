@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from megatron_patches.refit.control.messages import Asked, Step
 from megatron_patches.refit.layout.boxes import TensorSpec, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.loads import Reach
 from megatron_patches.refit.parties.choosing import Site, choose, site_of
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.terms import LinkOptions, terms_of
 from megatron_patches.refit.planning.plan import make_plan
+from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.trainer.session import RefitOptions
 from megatron_patches.refit.transports.base import Offer, TransportName
 from megatron_patches.refit.transports.memory_mode import MemoryMode
@@ -34,6 +38,25 @@ HERE_GPU, HERE = Site("a", "13", nixl=False), Site("a", "", nixl=True)
 def test_the_fastest_that_reaches_all(sites: list[Site], chosen: TransportName) -> None:
     assert choose(sites) is chosen
     assert choose(sites[::-1]) is chosen
+
+
+@pytest.mark.parametrize(
+    ("sources_of", "chosen"),
+    [
+        ([[0], [0]], TransportName.SHM),  # the other host sends nothing
+        ([[0], [0, 1]], TransportName.NIXL),
+        ([[1], [1]], TransportName.NIXL),
+    ],
+)
+def test_all_pairs_of_an_engine_take_one_transport(sources_of: list[list[int]], chosen: TransportName) -> None:
+    """Of two trainer ranks, one is on the host of the engine's two workers, whose requests decide."""
+    registry, encode = Registry(2), msgspec.msgpack.encode
+    nothing = Asked[list[Request]]({}, "", {})
+    asked = [Asked[list[Request]]({rank: [] for rank in ranks}, "", {}) for ranks in sources_of]
+    registry.answer(Step.PLANNING, [encode(part) for part in (nothing, nothing, *asked)])
+    sites = [HERE, Site("b", "", nixl=True), HERE, HERE]
+    answers = registry.answer(Step.CHOOSING, [encode(site) for site in sites])
+    assert {msgspec.msgpack.decode(answer, type=TransportName) for answer in answers} == {chosen}
 
 
 def test_processes_of_one_machine_know_that_they_are() -> None:

@@ -277,6 +277,30 @@ def test_an_engine_that_answers_without_having_joined_fails_the_step_at_once() -
     assert (control.workers, control.unreachable) == (1, False)
 
 
+class Stopped(Engine):
+    """An engine whose server has been stopped: it answers nothing until it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def world_size(self) -> int:
+        self.goes_on.wait(20)
+        raise RefitError("it was stopped")
+
+
+def test_an_engine_that_never_answers_is_named() -> None:
+    engine = Stopped()
+    control = EngineControl(engine, 1, RefitOptions(timeout_s=0.3))
+    member = Assembly(control.rendezvous.invitation, 0, "trainer rank 0")
+    control.join(member, 1 << 20)
+    with pytest.raises(PartyFailedError, match=r"failed: one, which never joined, gave no answer to 'describing' in"):
+        member.exchange("describing", int, lambda: 0)
+    engine.goes_on.set()
+    member.close()
+    control.close()
+
+
 @pytest.mark.parametrize("refused", [(), ("check",)])
 def test_an_engine_that_must_not_join_is_not_asked_to(refused: tuple[str, ...]) -> None:
     def check(_: Any) -> None:

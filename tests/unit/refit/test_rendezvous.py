@@ -131,6 +131,51 @@ def test_who_waits_for_a_peer_inside_a_step_learns_of_its_failure_at_once() -> N
         assert [str(error) for error in errors] == ["work failed: party 0: ValueError: the cause"] * 3
 
 
+def test_who_only_saw_another_fail_is_no_reason_even_if_it_tells_first() -> None:
+    """A killed process's links end before its connection here does."""
+
+    def work(member: Assembly) -> list[int]:
+        def part() -> int:
+            if member.party == 2:
+                time.sleep(0.3)
+                member.close()
+            raise PartyFailedError("lost the connection while waiting for destination rank 2")
+
+        return member.exchange("work", list[int], part)
+
+    with meeting(3, timeout_s=60) as (_, members):
+        for error in on_all(members, work)[:2]:
+            assert str(error).startswith("work failed: party 2 has ended or closed its connection")
+            assert "party 0" not in str(error)
+            assert "party 1" not in str(error)
+
+
+def test_who_keeps_silent_is_the_reason_where_others_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 0.3)
+
+    def work(member: Assembly) -> list[int]:
+        def part() -> int:
+            raise PartyFailedError("waited 1 s for destination rank 2")
+
+        return member.exchange("work", list[int], part)
+
+    with meeting(3, timeout_s=60) as (_, members):
+        for error in on_all(members[:2], work):
+            assert str(error) == "work failed: party 2 gave no answer to 'work' in time"
+
+
+def test_what_all_saw_of_a_failure_is_told_where_no_cause_is_known() -> None:
+    def work(member: Assembly) -> list[int]:
+        def part() -> int:
+            raise PartyFailedError(f"cannot reach {member.party}")
+
+        return member.exchange("work", list[int], part)
+
+    with meeting(1) as (_, members):
+        (error,) = on_all(members, work)
+        assert str(error) == "work failed: party 0: PartyFailedError: cannot reach 0"
+
+
 def test_a_party_that_leaves_fails_the_step_and_all_later_ones() -> None:
     with meeting(3) as (_, members):
         members[2].close()
@@ -150,9 +195,10 @@ def test_a_party_that_does_not_answer_is_named() -> None:
 
 
 def test_a_party_that_never_joined_is_named() -> None:
-    server = Rendezvous(2, 0.5, all_parts)
+    server = Rendezvous(2, 0.5, all_parts, called="http://server:{}".format)
     member = Assembly(server.invitation, 0, "party 0")
-    with pytest.raises(PartyFailedError, match=r"party 1, which never joined, gave no answer.* and its log says why"):
+    reason = r"http://server:1, which never joined, gave no answer.* and its log says why"
+    with pytest.raises(PartyFailedError, match=reason):
         member.exchange("work", list[int], lambda: 0)
     member.close()
     server.close()
