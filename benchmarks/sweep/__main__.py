@@ -1,4 +1,4 @@
-"""Finds layouts in which a model trains on so many GPUs, and runs the ones that should be fastest.
+"""Finds parallel configurations in which a model trains on so many GPUs, and runs the ones that should be fastest.
 
 ::
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(command, words, options.gpus, device, timeout_s)
 
     model, training = question.model, question.training
-    title = f"predicted: {len(found)} layouts fit {question.usable_gib:.3g} GiB"
+    title = f"predicted: {len(found)} configurations fit {question.usable_gib:.3g} GiB"
     console.print(report.predictions(found[:_SHOWN], model, training, title))
     sweep = Sweep(question, machine, found, state, device, start, lambda text: console.print(text, markup=False))
     if not options.predict_only:
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--etp-transport", choices=["copy_engine", "c10d"], help="copy_engine by default, c10d on CPUs")
     parser.add_argument("--predict-only", action="store_true", help="run nothing")
     parser.add_argument("--cpu", action="store_true", help="run on this machine's CPU, to try the command out")
-    parser.add_argument("--top", type=positive, default=4, help="layouts to run; 4 by default")
+    parser.add_argument("--top", type=positive, default=4, help="parallel configurations to run; 4 by default")
     parser.add_argument("--seconds", type=positive_seconds, default=1800.0, help="of all runs at most; 1800 by default")
     parser.add_argument("--timeout", type=positive_seconds, default=300.0, help="seconds of one run; 300 by default")
     parser.add_argument("--state", type=writable_file, default="sweep.jsonl", help="outcomes; a rerun skips them")

@@ -1,4 +1,4 @@
-"""Layouts of a training over GPUs: which ones Megatron and ETP can run, and the flags of each."""
+"""Parallel configurations over GPUs, in code layouts: which Megatron and ETP can run, and the flags of each."""
 
 from __future__ import annotations
 

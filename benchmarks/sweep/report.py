@@ -50,7 +50,7 @@ class Candidate:
 def predictions(candidates: Sequence[Candidate], model: Model, training: Training, title: str) -> Table:
     """The fastest layouts, as predicted."""
     table = Table(title=title)
-    table.add_column("layout", no_wrap=True)
+    table.add_column("parallel", no_wrap=True)
     for column in ("GiB", "ms", "tokens/s/GPU", "compute"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in candidates:
@@ -65,7 +65,7 @@ def predictions(candidates: Sequence[Candidate], model: Model, training: Trainin
 def comparison(candidates: Sequence[Candidate], model: Model, training: Training) -> Table:
     """What was run, predicted and measured, the fastest first."""
     table = Table(title="predicted / measured")
-    table.add_column("layout", no_wrap=True)
+    table.add_column("parallel", no_wrap=True)
     for column in ("GiB", "error", "ms", "error", "tokens/s/GPU"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in sorted(candidates, key=_speed_order):

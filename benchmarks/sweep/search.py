@@ -92,9 +92,9 @@ def candidates(question: Question, machine: Machine) -> list[Candidate]:
         able = [layout for layout in able if layout.cp == 1]
     if not able:
         raise ValueError(
-            f"no layout of {question.gpus} GPUs can run: {model.shape.layers} layers, {model.shape.kv_heads} KV heads "
-            f"and a global batch of {training.global_batch} do not divide over them; change --gpus or "
-            "--global-batch-size"
+            f"no parallel configuration of {question.gpus} GPUs can run: {model.shape.layers} layers, "
+            f"{model.shape.kv_heads} KV heads and a global batch of {training.global_batch} do not divide over them; "
+            "change --gpus or --global-batch-size"
         )
     sizes = {layout: needed(model, layout, training) for layout in able}
     fitting = {layout: found for layout, found in sizes.items() if sum(found.values()) <= question.usable_gib * GIB}
@@ -103,9 +103,9 @@ def candidates(question: Question, machine: Machine) -> list[Candidate]:
         weights = [*stage_weights(model, least, 0), *stage_experts(model, least)]
         largest = max(count * rows * columns for count, rows, columns in weights) * WEIGHT_BYTES / GIB
         raise ValueError(
-            f"none of {len(able)} layouts fits {question.usable_gib:.2f} GiB (--memory-gib less --margin): {least} "
-            f"needs least, {sum(sizes[least].values()) / GIB:.2f}, and one weight of it takes {largest:.2f}; take more "
-            "GPUs"
+            f"none of {len(able)} parallel configurations fits {question.usable_gib:.2f} GiB (--memory-gib less "
+            f"--margin): {least} needs least, {sum(sizes[least].values()) / GIB:.2f}, and one weight of it takes "
+            f"{largest:.2f}; take more GPUs"
         )
     found = [
         Candidate(

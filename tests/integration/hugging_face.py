@@ -464,7 +464,7 @@ def generate(rank: int, world_size: int) -> dict[str, list[int]]:
 def save(rank: int, world_size: int, folder: str) -> dict[str, str]:
     """Save models: what is answered without whole weights; with them, what is read again is the unsharded model."""
     answers = {}
-    for name in ("Llama", "Gemma 3"):  # the latter's embedding is tied
+    for name in ("Llama", "Gemma 3", *MIXTURES):  # the embedding of Gemma 3 is tied
         made, whole = _built(MODELS[name]), _built(MODELS[name])
         etp.shard_module(made, dist.group.WORLD)
         model = cast("PreTrainedModel", made)
