@@ -2,8 +2,12 @@
 
 ::
 
-    python -m benchmarks.refit_meshes --model tiny --device cpu --from tp=2,dp=2 pp=2,etp=2 --to tp=1 tp=2
+    python -m benchmarks.refit_meshes --table cpu --json meshes.json
+    python -m benchmarks.refit_meshes --table gpus --json meshes.json
     python -m benchmarks.refit_meshes --model qwen3-8b --from tp=2 etp=2 --to tp=2 --json meshes.json
+
+``--table`` pushes the models of ``docs/live_refit.md`` between the meshes there: tiny ones on the CPU, and shapes of
+Qwen3 on 2 GPUs. ``--model``, ``--from`` and ``--to`` choose others.
 
 One engine is started for each mesh of ``--to``, and takes the weights of every trainer of ``--from``, one after the
 other (meshes as ``plan --from`` and ``--to`` take them). After each push the engine draws tokens, and the trainer
@@ -21,7 +25,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,23 @@ _VERSIONS = 1 + _REPEATS + 1  # and one that is compared with and not pushed
 _STAGING_BYTES = 256 << 20
 _TELLS = 10.0
 _AGREES, _DIFFERS = "agrees", "differs"
+
+TABLES: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]] = {
+    "cpu": (
+        ("tiny", ("dp=2", "tp=2", "pp=2", "etp=2", "tp=2,etp=2", "pp=2,etp=2"), ("tp=1",)),
+        ("tiny", ("etp=2", "tp=2,etp=2", "pp=2,etp=2"), ("tp=2",)),
+        (
+            "tiny-moe",
+            ("tp=2,etp=2,ep=2,expert_etp=2", "pp=2,ep=2,dp=2", "etp=2,ep=2", "tp=2,ep=2", "ep=2,dp=2"),
+            ("tp=1",),
+        ),
+    ),
+    "gpus": (
+        ("qwen3-8b", ("etp=2", "pp=2"), ("tp=1",)),
+        ("qwen3-moe", ("etp=2,expert_etp=2", "ep=2,dp=2", "etp=2,ep=2", "tp=2,ep=2", "etp=2"), ("tp=1",)),
+    ),
+}
+"""What ``--table`` pushes: models, each with meshes of trainers and of engines."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +136,13 @@ def engine_arguments(mesh: EngineMesh, *, on_gpu: bool) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
+        "--table", choices=list(TABLES), help="all pushes of the documentation's table, on the CPU or on 2 GPUs"
+    )
+    parser.add_argument(
         "--model", type=checked(_model, *MODELS), default="tiny", help=f"{', '.join(MODELS)}, or a file"
     )
-    parser.add_argument("--from", dest="trainers", type=checked(trainer_mesh), nargs="+", required=True)
-    parser.add_argument("--to", dest="engines", type=checked(engine_mesh), nargs="+", required=True)
+    parser.add_argument("--from", dest="trainers", type=checked(trainer_mesh), nargs="+")
+    parser.add_argument("--to", dest="engines", type=checked(engine_mesh), nargs="+")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     add_weight_format(parser)
     parser.add_argument("--transport", choices=list(TransportName), help="cuda_ipc by default; shm on CPUs")
@@ -139,17 +163,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns 1 unless all agree."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    meshes = [trainer_mesh(text) for text in options.trainers]
+    if bool(options.table) == bool(options.trainers or options.engines):
+        parser.error("give either --table, or --from and --to")
+    if options.table:
+        options.device = "cpu" if options.table == "cpu" else "cuda"
+    elif not (options.trainers and options.engines):
+        parser.error("--from and --to go together")
+    parts = TABLES[options.table] if options.table else [(options.model, options.trainers, options.engines)]
+    meshes = [trainer_mesh(text) for _, trainers, _ in parts for text in trainers]
     if any(mesh.vpp > 1 for mesh in meshes):
         parser.error("--from: vpp is not covered here; leave it out")
-    workers = [mesh.size for mesh in map(engine_mesh, options.engines)]
+    workers = [engine_mesh(text).size for _, _, engines in parts for text in engines]
     if options.device == "cuda":
         require_gpus(parser.error, max(*(mesh.size for mesh in meshes), *workers))
     # When terminated, still end the server, which runs in its own session.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows = _known(options.json)
     with tempfile.TemporaryDirectory() as folder:
-        for engine in options.engines:
+        for options.model, options.trainers, engine in ((model, of, to) for model, of, each in parts for to in each):
             for one in _pushes(options, engine, _done(options, rows), Path(folder)):
                 rows.append(one)
                 print(f"{one.model}: {one.trainer} -> {one.engine}: {one.verdict}", flush=True)

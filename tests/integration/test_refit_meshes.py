@@ -7,20 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.refit_meshes import load, main
-
-MESHES = ["pp=2,ep=2,dp=2", "tp=2,etp=2,ep=2,expert_etp=2"]
+from benchmarks.refit_meshes import TABLES, load, main
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_engine_agrees_with_trainers_of_all_meshes(tmp_path: Path) -> None:
     file = tmp_path / "meshes.json"
-    arguments = ["--model", "tiny-moe", "--device", "cpu", "--from", *MESHES, "--to", "tp=1", "--json", str(file)]
-    assert main(arguments) == 0
+    assert main(["--table", "cpu", "--json", str(file)]) == 0
     rows = load(file)
-    assert [(one.trainer, one.engine, one.verdict) for one in rows] == [(mesh, "tp=1", "agrees") for mesh in MESHES]
+    expected = [
+        (model, trainer, engine, "agrees")
+        for model, trainers, engines in TABLES["cpu"]
+        for engine in engines
+        for trainer in trainers
+    ]
+    assert [(one.model, one.trainer, one.engine, one.verdict) for one in rows] == expected
     for one in rows:
         assert 0 < one.kl < 5e-3
         assert one.largest < 1.0

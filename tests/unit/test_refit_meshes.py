@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_an_engine_is_started_as_its_mesh_says() -> None:
         (["--from", "pigeon=2", "--to", "tp=1"], "'pigeon=2' is not an axis and its size"),
         (["--from", "tp=2", "--to", "tp=2,ep=3"], "ep is 3"),
         (["--from", "pp=2,vpp=2", "--to", "tp=1"], "vpp is not covered here"),
-        (["--from", "tp=2"], "the following arguments are required: --to"),
+        (["--from", "tp=2"], "--from and --to go together"),
         (["--model", "pigeon", "--from", "tp=2", "--to", "tp=1"], "cannot read pigeon"),
         (["--weight-format", "pigeon", "--from", "tp=2", "--to", "tp=1"], "invalid WeightFormat value: 'pigeon'"),
     ],
@@ -133,15 +133,31 @@ def test_page_shows_the_table_of_the_report(report: Path, model: str, least: int
     assert table_of_page == printed_rows
 
 
-def test_commands_of_the_page_would_make_the_report() -> None:
-    (commands,) = [
-        block for block in re.findall(r"(?ms)^```sh\n(.*?)^```", PAGE.read_text()) if "refit_meshes" in block
-    ]
-    asked = set()
-    for line in commands.replace("\\\n", " ").splitlines():
-        words = line.split()
-        start, middle = words.index("--from") + 1, words.index("--to") + 1
-        model = words[words.index("--model") + 1]
-        engines = [word for word in words[middle:] if "=" in word]
-        asked |= {(model, trainer, engine) for trainer in words[start : middle - 1] for engine in engines}
-    assert {(one.model, one.trainer, one.engine) for one in load(REPORT)} == asked
+@pytest.mark.parametrize(("report", "name"), [(REPORT, "cpu"), (REPORT_OF_GPUS, "gpus")])
+def test_one_command_makes_the_report(report: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"`--table {name}" in PAGE.read_text() or f"refit_meshes --table {name} " in PAGE.read_text()
+    asked = []
+
+    def pushes(options: Namespace, engine: str, *_: object) -> Iterator[Row]:
+        for trainer in options.trainers:
+            asked.append((options.model, trainer, engine, options.device))
+            yield Row(options.model, trainer, engine, 0.5, 2e-4, 0.125, 3.0, "agrees")
+
+    monkeypatch.setattr(refit_meshes, "_pushes", pushes)
+    monkeypatch.setattr(refit_meshes, "require_gpus", lambda *_: None)
+    assert main(["--table", name, "--json", str(tmp_path / "meshes.json")]) == 0
+    device = "cpu" if name == "cpu" else "cuda"
+    assert asked == [(one.model, one.trainer, one.engine, device) for one in load(report)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--table", "cpu", "--to", "tp=1"], "give either --table, or --from and --to"),
+        ([], "give either --table, or --from and --to"),
+    ],
+)
+def test_a_table_and_meshes_are_not_mixed(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err
