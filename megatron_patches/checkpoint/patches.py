@@ -154,6 +154,13 @@ def _file_records() -> tuple[PatchRecord, ...]:
             sha256="4413cd84da83e3cc",
         ),
         PatchRecord(
+            target="megatron.core.dist_checkpointing.strategies.torch:"
+            "TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",
+            replace=_deferred("written", "wrap_finalize_callbacks"),
+            reason="fails with an error that does not name the folder, and the rank that could not write on one only",
+            sha256="ffdb441f1c4399f5",
+        ),
+        PatchRecord(
             target="megatron.training.checkpointing:_get_checkpoint_format",
             replace=_deferred("verify", "wrap_get_checkpoint_format"),
             reason="takes a torch_dist checkpoint without metadata.json for another format",

@@ -21,6 +21,10 @@ import torch.distributed as dist
 import megatron_patches
 from tests.integration.megatron_run import train
 from tests.integration.whole_state import STATES, Part, Whole, assemble
+from tests.support.full_disk import files_of
+
+MOST_OF_A_FULL_DISK = 20_000
+"""Bytes of the largest file: more than the index has, and less than a rank's part."""
 
 
 @dataclass
@@ -95,6 +99,46 @@ def run_refused(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple
     finally:
         training.load_checkpoint = load
     return seen[0]
+
+
+def run_on_a_full_disk(rank: int, world_size: int, arguments: tuple[str, ...], full: int) -> tuple[list[float], str]:
+    """Train with flags that save often; the disk of one rank becomes full behind the first save.
+
+    Args:
+        rank: this rank.
+        world_size: ranks.
+        arguments: the flags.
+        full: that rank.
+
+    Returns:
+        the losses until then, and the error's class and text.
+    """
+    from megatron.training import training
+
+    megatron_patches.apply()
+    save, step = training.save_checkpoint, training.train_step
+    saved: list[int] = []
+    losses: list[float] = []
+
+    def limited_save(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        saved.append(iteration)
+        is_full = rank == full and len(saved) > 1
+        with files_of(MOST_OF_A_FULL_DISK) if is_full else contextlib.nullcontext():
+            return save(iteration, *args, **kwargs)
+
+    def recording_step(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        losses.extend(float(loss) for loss in result[0].values())
+        return result
+
+    training.save_checkpoint, training.train_step = limited_save, recording_step
+    try:
+        train(rank, world_size, arguments)
+    except BaseException as error:  # noqa: BLE001 - of whatever class it is
+        return losses, f"{type(error).__name__}: {error}"
+    finally:
+        training.save_checkpoint, training.train_step = save, step
+    return losses, ""
 
 
 def stored(rank: int, world_size: int, directory: str) -> bytes:

@@ -305,6 +305,26 @@ def test_optimizer_state_without_a_group_of_this_run_is_refused(megatron: Megatr
         assert unchanged
 
 
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_is_named_by_all_ranks_and_leaves_the_checkpoint_before_it(
+    megatron: MegatronPool, tmp_path: Path, full: int
+) -> None:
+    common = f"{SCHEDULE} {LLAMA} {DISTRIBUTED} --etp-size 2 {PAD}"
+    arguments = f"{common} --save {tmp_path} --save-interval 2"
+    answers = megatron.run(checkpoint_runs.run_on_a_full_disk, 2, 240.0, (tuple(arguments.split()), full))
+    expected = (
+        rf"CheckpointNotWrittenError: checkpoint {tmp_path}/iter_0000004: rank {full} on \S+ could not write its part, "
+        rf"and [\d.]+ \w+ are free there; its log has the error. Make room, and go on from a whole checkpoint with "
+        rf"--load {tmp_path}"
+    )
+    for losses, error in answers:
+        assert len(losses) in {0, 4}
+        assert re.fullmatch(expected, error), error
+    loaded = megatron.train(2, tuple(f"{common} --load {tmp_path}".split()))[-1].losses
+    assert len(loaded) == STEPS - 2
+    assert loaded[:2] == answers[-1][0][2:]
+
+
 def _damage(folder: Path, what: str) -> str:
     """Spoil one file of the checkpoint; return the name that the error must give."""
     step = folder / f"iter_{SAVED_STEP:07d}"
