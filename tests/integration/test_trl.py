@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}: {% endfor %}"
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
-def test_reward_rises_and_the_server_holds_the_last_weights(tmp_path: Path) -> None:
+def test_loss_reward_and_versions_move_and_the_server_holds_the_last_weights(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     (folder := tmp_path / "model").mkdir()
@@ -56,7 +57,11 @@ def test_reward_rises_and_the_server_holds_the_last_weights(tmp_path: Path) -> N
     found = json.loads((output / "log.json").read_text())
     steps = [entry for entry in found["log"] if "reward" in entry]
     assert (len(steps), found["version"], found["policy"]) == (STEPS, STEPS + 1, STEPS + 1)
-    assert all(math.isfinite(entry["loss"]) for entry in steps)
+    losses = [entry["loss"] for entry in steps]
+    assert all(map(math.isfinite, losses))
+    assert len(set(losses)) > STEPS // 2, losses  # a step whose answers all got the same reward has loss 0
+    moved = [after - before for before, after in itertools.pairwise(found["versions"])]
+    assert moved == [1] * (STEPS - 1), found["versions"]
     rewards = [entry["reward"] for entry in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
     # Not a copy of a template: with the packages that TRL needs, importing transformers starts a thread.

@@ -69,7 +69,7 @@ def attend(  # noqa: PLR0913 - a kernel's signature
 def main() -> None:
     """Trains, and saves the model and what the trainer logged."""
     from datasets import Dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import chat_template_utils
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
@@ -108,9 +108,23 @@ def main() -> None:
         processing_class=tokenizer,
         weight_transfer=transfer,
     )
+    versions: list[int] = []
+
+    class Versions(TrainerCallback):
+        """Notes after each step which version the server has."""
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            versions.append(transfer.version)
+
+    trainer.add_callback(Versions())
     trainer.train()
     trainer.save_model(f"{output}/trained")
-    found = {"log": trainer.state.log_history, "version": transfer.version, "policy": trainer.model_version}
+    found = {
+        "log": trainer.state.log_history,
+        "versions": versions,
+        "version": transfer.version,
+        "policy": trainer.model_version,
+    }
     Path(output, "log.json").write_text(json.dumps(found))
 
 
