@@ -21,6 +21,7 @@ from megatron_patches.refit.control.messages import Standing
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source.modules import ModuleSource, describe_tensor
+from megatron_patches.refit.trainer.session import RefitSession
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine
 
@@ -252,6 +253,36 @@ def published(
             gathered(None)
         assert [handle.result(0.0) for handle in handles] == reports  # later versions change nothing
     return served, were, told
+
+
+def two_trainers(rank: int, world_size: int, folder: str) -> tuple[list[str], list[int]]:
+    """Each rank is a trainer of its own, and both push into one engine in turn: the second trainer comes in between.
+
+    Returns:
+        Why this rank's pushes failed, and what the engine served after each turn, on the first rank.
+    """
+    own = [dist.new_group([one]) for one in range(world_size)][rank]
+    options = RefitOptions(timeout_s=30.0, staging_bytes=1 << 14)
+    said, served = list[str](), list[int]()
+    with engine_of(rank, folder) as engine:
+        gathered(None)
+        client = PlainEngine("rollout 0", str(Path(folder) / "engine.sock"), 30.0)
+        with contextlib.closing(
+            RefitSession(nn.Linear(5, 3), [client], config=CONFIG, group=own, options=options)
+        ) as session:
+            for version, (trainer, joins) in enumerate([(0, True), (1, True), (0, False), (1, False), (0, True)], 1):
+                if trainer == rank:
+                    try:
+                        if joins:
+                            session.prepare()
+                        session.push(version, wait=True)
+                    except RefitError as error:
+                        said.append(str(error))
+                gathered(None)
+                if engine is not None:
+                    served.append(engine.run("content")[0])
+                gathered(None)
+    return said, served
 
 
 def refused(rank: int, world_size: int, folder: str, known: str, dtype: str) -> tuple[list[str], Any, Any]:

@@ -128,6 +128,18 @@ def test_engines_come_and_go(tmp_path: Path) -> None:
     assert of_ranks[0][0] == of_ranks[1][0]
 
 
+@SLOW
+def test_of_two_trainers_the_engine_is_the_last_ones_that_joined(tmp_path: Path) -> None:
+    """The other is told in one line that its worker has left, disturbs nobody, and may join again."""
+    (said, served), (said_of_other, _) = run_distributed(bodies.two_trainers, 2, "gloo", args=(str(tmp_path),))
+    assert served == [1, 2, 2, 4, 5]
+    assert said_of_other == []
+    (reason,) = said
+    assert reason.startswith("rollout 0: ")
+    assert "engine worker 0 has ended or closed its connection" in reason
+    assert "\n" not in reason
+
+
 def test_the_publisher_is_imported_without_megatron() -> None:
     code = (
         "import sys, megatron_patches.refit as refit; [getattr(refit, name) for name in refit.__all__]; "

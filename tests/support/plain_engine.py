@@ -33,7 +33,7 @@ from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.trainer.engine_client import PauseMode
+from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
 from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.nics import AUTO_NICS
@@ -75,9 +75,14 @@ class Engine:
         self._relays: dict[str, tuple[Relay, threading.Thread]] = {}
         self._others: Taking | None = None
         self._cannot_send = ""
+        self._token = ""  # of the session that it joined last
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`megatron_patches.refit.EngineClient`."""
+        if call["call"] == "join":
+            self._token = call["token"]
+        elif call["token"] != self._token:
+            raise RefitError(f"asked to {call['call']}, but by another session than the one that was joined last")
         self._calls.append(call["call"])
         getattr(self, f"_{call['call']}")(call)
 
@@ -321,6 +326,7 @@ class PlainEngine:
     def __init__(self, name: str, address: str, timeout_s: float = 60.0) -> None:
         self.name, self.address, self._timeout_s = name, address, timeout_s
         self.added: list[tuple[str, Path]] = []
+        self._joined = Joined()
 
     def run(self, command: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Runs a method of :class:`Engine`.
@@ -351,7 +357,7 @@ class PlainEngine:
 
     def call(self, call: dict[str, Any]) -> None:
         """Likewise."""
-        self.run("call", call)
+        self.run("call", self._joined.told(call))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - there is no cache
         """Likewise."""
