@@ -35,7 +35,7 @@ _OWNER = re.compile(r"vllm_policy-(?:grp(?P<group>\d+)-(?P<rank>\d+)|\d+-\d+)")
 """Name of an actor of NeMo-RL for vLLM: one of a group of which the first owns an engine, or one that owns a worker."""
 
 
-class EtpCheckpointEngine(CheckpointEngine):
+class EtpNemoRlEngine(CheckpointEngine):
     """Sends the weights of a DTensor policy, shard by shard, into NeMo-RL's vLLM engines; see [Note: NeMo-RL].
 
     NeMo-RL makes one in each rank of the policy and in each worker of vLLM.
@@ -112,7 +112,7 @@ class EtpCheckpointEngine(CheckpointEngine):
             RefitError: if it is the generator of another policy, or the module's parameters are not what it yields.
             PartyFailedError: if an engine does not serve the version, with its reason.
         """
-        self._sender.send(module_of(weights))
+        self._sender.send(module_behind(weights))
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Yields nothing: the plugin receives; see [Note: NeMo-RL]."""
@@ -182,7 +182,7 @@ def engine_sizes(names: Iterable[str], rollout_world_size: int, processes: Seque
     return sizes
 
 
-def module_of(weights: object) -> nn.Module:
+def module_behind(weights: object) -> nn.Module:
     """The module whose tensors NeMo-RL's generator would gather.
 
     Args:

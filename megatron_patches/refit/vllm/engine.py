@@ -64,7 +64,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
     ) -> None:
         installed_release()  # refuse a modified vLLM before it serves
         super().__init__(config, vllm_config, device, model)
-        open_updates.apply()
+        open_updates.end_open_updates()
         self.version = 0
         self._settings = settings_of(vllm_config.additional_config)
         self._admitted = self._settings.unguarded

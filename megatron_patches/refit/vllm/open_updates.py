@@ -18,7 +18,7 @@ _APPLIED = "_etp_applied"
 _REFUSED = ("start_weight_update", "shutdown_weight_transfer_engine")  # the latter is not in vLLM 0.26
 
 
-def apply() -> None:
+def end_open_updates() -> None:
     """Lets this process's worker end an open update, without effect, before what it would refuse."""
     from vllm.v1.worker.gpu_worker import Worker
 

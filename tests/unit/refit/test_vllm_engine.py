@@ -372,8 +372,8 @@ def test_an_update_that_was_left_open_ends_when_another_one_starts_or_the_traine
     monkeypatch.setattr(gpu_worker, "Worker", Worker)
     for name in ("start_weight_update", "shutdown_weight_transfer_engine"):
         monkeypatch.setattr(Worker, name, getattr(Worker, name))  # to be put back
-    open_updates.apply()
-    open_updates.apply()
+    open_updates.end_open_updates()
+    open_updates.end_open_updates()
     worker = Worker()
     worker.start_weight_update()
     assert not caplog.text
