@@ -35,7 +35,7 @@ _OWNER = re.compile(r"vllm_policy-(?:grp(?P<group>\d+)-(?P<rank>\d+)|\d+-\d+)")
 """Name of an actor of NeMo-RL for vLLM: one of a group of which the first owns an engine, or one that owns a worker."""
 
 
-class EtpNemoRlEngine(CheckpointEngine):
+class EtpNemoRlCheckpointEngine(CheckpointEngine):
     """Sends the weights of a DTensor policy, shard by shard, into NeMo-RL's vLLM engines; see [Note: NeMo-RL].
 
     NeMo-RL makes one in each rank of the policy and in each worker of vLLM.

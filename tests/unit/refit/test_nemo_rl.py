@@ -53,7 +53,7 @@ def test_the_documented_settings_make_an_engine_whose_part_in_vllm_yields_nothin
 )
 def test_options_that_cannot_be_meant_are_refused(option: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        create(f"{ENGINE}:EtpNemoRlEngine", 1 << 20, option)
+        create(f"{ENGINE}:EtpNemoRlCheckpointEngine", 1 << 20, option)
 
 
 def test_the_module_is_found_before_a_tensor_is_gathered() -> None:
@@ -91,7 +91,7 @@ class Converted(nn.Linear):
     ],
 )
 def test_weights_that_are_not_the_modules_own_are_refused(weights: Any, said: str) -> None:
-    engine = create(f"{ENGINE}:EtpNemoRlEngine", 1 << 20, {})
+    engine = create(f"{ENGINE}:EtpNemoRlCheckpointEngine", 1 << 20, {})
     with pytest.raises(RefitError, match=said):
         asyncio.run(engine.send_weights(weights()))
 
