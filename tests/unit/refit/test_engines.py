@@ -221,7 +221,7 @@ class Broken:
 
 
 def test_other_ranks_do_not_wait_for_a_first_one_that_cannot_ask() -> None:
-    with pytest.raises(RefitError, match="cannot start the refit: 'size'"):
+    with pytest.raises(RefitError, match="cannot start the refit: broken: 'size'"):
         prepare([Broken()])  # type: ignore[list-item]
 
 
