@@ -126,6 +126,7 @@ def _save(chunks: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
     Raises:
         LoadError: if that fails. Megatron writes in subprocesses, and reports little more than that one has failed.
     """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.training.checkpointing import save_checkpoint
     from megatron.training.global_vars import set_args
     from torch.distributed.checkpoint.api import CheckpointException
@@ -134,8 +135,9 @@ def _save(chunks: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
     try:
         with redirect_stdout(StringIO()):
             save_checkpoint(0, list(chunks), None, None, 0, release=True)
-    except (OSError, CheckpointException) as error:
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    except (OSError, CheckpointException, CheckpointingException) as error:
+        told = error.__cause__ or error  # that of the patch names a rank, of which there is one here
+        causes = [cause for cause, _ in told.failures.values()] if isinstance(told, CheckpointException) else [told]
         reasons = "; ".join(dict.fromkeys(map(describe_error, causes)))
         there = next(parent for parent in (Path(args.save), *Path(args.save).parents) if parent.exists())
         raise LoadError(f"--save {args.save}: writing failed, and {free_text(there)} there ({reasons})") from error
