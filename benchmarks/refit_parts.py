@@ -117,15 +117,17 @@ def quantizing() -> None:
 
     size = ROWS * COLUMNS
     held = {f"s{i}": torch.randn(size, device="cuda").bfloat16() for i in range(MATRICES)}
-    bytes_ = {name: torch.empty(size, dtype=torch.uint8, device="cuda") for name in held}
+    memory = torch.empty(MATRICES * size, dtype=torch.uint8, device="cuda")
+    bytes_ = dict(zip(held, memory.split(size), strict=True))
     down, across = ROWS // BLOCK, COLUMNS // BLOCK
     numbers = torch.ones(MATRICES * down * across, device="cuda")
     boxes = {name: Box(name, (0, 0), (ROWS, COLUMNS)) for name in held}
     views = {name: View(name, 0, (ROWS, COLUMNS), (COLUMNS, 1)) for name in held}
     parts = [
-        BlockPart(boxes[name], views[name], (ROWS, COLUMNS), i * down * across, across) for i, name in enumerate(held)
+        BlockPart(boxes[name], views[name], i * size, (ROWS, COLUMNS), i * down * across, across)
+        for i, name in enumerate(held)
     ]
-    quantizer = KernelParts(parts, bytes_, power_of_two=True)
+    quantizer = KernelParts(parts, memory, power_of_two=True)
     quantizer.measure(held, numbers)
     table = kernels.TileTable(
         [
@@ -138,7 +140,7 @@ def quantizing() -> None:
     pieces = [Piece(views[name], "float8_e4m3fn", boxes[name], (ROWS, COLUMNS)) for name in held]
     port, batch = DevicePort(bytes_, "this GPU"), Batch(tuple(pieces))
     ways: dict[str, Callable[[], object]] = {
-        "quantize, in groups as for a push": lambda: quantizer.quantize(held, numbers, numbers, lambda _: None),
+        "quantize, in groups as for a push": lambda: quantizer.quantize(held, numbers, numbers, lambda *_: None),
         "quantize, in one launch": lambda: kernels.quantize_blocks(table, numbers, power_of_two=True, epsilon=0.0),
         "quantize, in one launch, finding NaN": lambda: kernels.quantize_blocks(
             table, numbers, power_of_two=True, epsilon=0.0, checked=True

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.refit.control.assembly import Assembly
-from megatron_patches.refit.control.exchange import Exchange, GroupExchange
+from megatron_patches.refit.control.exchange import GroupExchange
 from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.layout.boxes import Box, TensorSpec
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.layout.weight_format import (
@@ -41,7 +41,6 @@ from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
-from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.weight_source import WeightSource
 from megatron_patches.refit.transports.base import TransportName
@@ -437,23 +436,22 @@ def _quantized(shapes: Mapping[str, tuple[int, ...]], manifest: Manifest) -> Man
     As in vLLM, weights that share a storage in bf16, such as all experts of a layer, share one for the weights and one
     for the scales.
     """
-    nowhere = torch.device("meta")
-    apart = BlockQuantizer(shapes, manifest, power_of_two=True, device=nowhere, exchange=Exchange()).manifest
-    home = {one.box.tensor: one.view.storage for one in manifest.placements}
-    home |= {scales_of(name): home[name] for name in quantized_weights(shapes) if name in home}
-    shared: dict[str, Storage] = {}
-    begins: dict[str, int] = {}
-    placements = []
-    for one in apart.placements:
-        own = apart.storage[one.view.storage]
-        name = f"{home[one.box.tensor]} in {own.dtype}"
-        if own.name not in begins:
-            begins[own.name] = shared[name].numel if name in shared else 0
-            numel = begins[own.name] + own.numel
-            shared[name] = Storage(name, own.dtype, numel, numel)
-        view = replace(one.view, storage=name, offset=begins[own.name] + one.view.offset)
-        placements.append(replace(one, view=view))
-    return replace(apart, storages=tuple(shared.values()), placements=tuple(placements))
+    names = frozenset(quantized_weights(shapes))
+    kept = [one for one in manifest.placements if one.box.tensor not in names]
+    storages = {name: manifest.storage[name] for name in dict.fromkeys(one.view.storage for one in kept)}
+    placements = list(kept)
+    blocks: dict[str, int] = defaultdict(int)
+    for one in manifest.placements:
+        if one.box.tensor in names:
+            home = manifest.storage[one.view.storage]
+            storages[home.name] = replace(home, dtype=QUANTIZED)
+            placements.append(one)
+            box = Box(scales_of(one.box.tensor), tuple(low // BLOCK for low in one.box.start), blocks_of(one.box.stop))
+            scales = scales_of(home.name)
+            placements.append(Placement(box, View(scales, blocks[scales], box.shape, (box.shape[1], 1))))
+            blocks[scales] += box.volume
+    storages |= {name: Storage(name, "float32", count, count) for name, count in blocks.items()}
+    return replace(manifest, storages=tuple(storages.values()), placements=tuple(placements))
 
 
 def _nbytes(manifest: Manifest) -> int:

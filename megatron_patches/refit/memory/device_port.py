@@ -34,7 +34,7 @@ class _Compiled:
     """A batch in the form that the kernel takes.
 
     Attributes:
-        names: storages of the batch.
+        ends: storages of the batch, and of each, how many of its first elements contain all of the batch's boxes.
         form: what the batch is valid for: the storages' sizes and dtypes, and the alignment of storages and payload to
             16 bytes.
         parts: one per launch, with places relative to the start of the storages.
@@ -43,7 +43,7 @@ class _Compiled:
         tables: one tensor per launch.
     """
 
-    names: Sequence[str]
+    ends: Mapping[str, int]
     form: tuple[object, ...]
     parts: Sequence[ShapeTable]
     tiles: Sequence[torch.Tensor]
@@ -221,15 +221,15 @@ class DevicePort:
         """
         past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
         found = self._compiled.get(batch)
-        names = found.names if found is not None else sorted({piece.view.storage for piece in batch.pieces})
-        form = (past, *[self._forms.get(name) for name in names])
+        ends = found.ends if found is not None else _ends(batch.pieces)
+        form = (past, *[self._forms.get(name) for name in ends])
         if found is None or found.form != form:
             for piece in batch.pieces:
                 self._check(piece)
-            parts = describe(batch.pieces, names, [self._forms[name][0] for name in names], past)
-            found = _Compiled(names, form, parts, [self._upload(part.tiles) for part in parts])
+            parts = describe(batch.pieces, list(ends), [self._forms[name][0] for name in ends], past)
+            found = _Compiled(ends, form, parts, [self._upload(part.tiles) for part in parts])
             self._compiled[batch] = found
-        addresses = [self._addresses[name] for name in names]
+        addresses = [self._addresses[name] for name in ends]
         if found.addresses != addresses:
             origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
             tables = []
@@ -239,7 +239,7 @@ class DevicePort:
                 tables.append(self._upload(moved))
             found.addresses, found.tables = addresses, tables
         if self._writing is not None:
-            self._writing.await_written(names)
+            self._writing.await_written(ends)
         for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
             yield part.shape, table, tiles
 
@@ -263,6 +263,14 @@ class DevicePort:
             raise TransferError(
                 f"{view.storage} on {self._where} has {storage.numel()} elements; the plan uses {low} to {high}"
             )
+
+
+def _ends(pieces: Sequence[Piece]) -> dict[str, int]:
+    """The storages of some boxes, and the end of the last box in each."""
+    found: dict[str, int] = {}
+    for piece in pieces:
+        found[piece.view.storage] = max(found.get(piece.view.storage, 0), piece.view.span[1])
+    return found
 
 
 def _device_of(memory: Mapping[str, torch.Tensor], where: str) -> torch.device:

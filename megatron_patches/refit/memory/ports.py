@@ -9,7 +9,7 @@ Memories are flat arrays of unsigned integers as wide as the elements: bits are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -186,8 +186,12 @@ class Batch:
 class Writing(Protocol):
     """What is still writing to storages, on a GPU, when they are looked up."""
 
-    def await_written(self, storages: Collection[str]) -> None:
-        """Makes the current stream wait until these storages are written. Any thread may call it."""
+    def await_written(self, ends: Mapping[str, int]) -> None:
+        """Makes the current stream wait until storages are written. Any thread may call it.
+
+        Args:
+            ends: of each, how many of its first elements.
+        """
 
     def confirm(self) -> None:
         """Waits until all are written.

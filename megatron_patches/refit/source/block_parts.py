@@ -1,14 +1,14 @@
 """Measures and casts what a rank holds of quantized weights: with PyTorch on the host, with Triton on a GPU.
 
 On a GPU, blocks that are whole on this rank are read once: one kernel finds their scales and casts them. The others are
-measured first, because their scales depend on other parts. Weights are quantized in some groups, so that the first ones
-can be sent meanwhile. The number of launches does not depend on that of weights.
+measured first, because their scales depend on other parts. Weights are quantized in some groups, in the order of their
+bytes, so that the first ones can be sent meanwhile. The number of launches does not depend on that of weights.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import torch
 from etp.formats.fp8 import to_e4m3
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.boxes import Box, View
-from megatron_patches.refit.layout.weight_format import BLOCK, blocks_of, scales_of
+from megatron_patches.refit.layout.weight_format import BLOCK, blocks_of
 
 if TYPE_CHECKING:
     from etp.formats.kernels import TileTable
@@ -33,7 +33,8 @@ class BlockPart:
 
     Attributes:
         box: where it lies in the weight.
-        view: where it lies in the trainer's memory, and in memory of the same form for its bytes.
+        view: where it lies in the trainer's memory.
+        start: place, among all bytes of the rank, of those of the view's storage, which lie as its elements do.
         extents: the weight's shape.
         place: place of the box's first block among all blocks of the rank.
         pitch: distance from there to the block below. The block to the right is next.
@@ -41,6 +42,7 @@ class BlockPart:
 
     box: Box
     view: View
+    start: int
     extents: tuple[int, ...]
     place: int
     pitch: int
@@ -65,6 +67,15 @@ class BlockPart:
         down, right = (low // BLOCK - first // BLOCK for low, first in zip(box.start, self.box.start, strict=True))
         return replace(self, box=box, view=self.view.cut(self.box, box), place=self.place + down * self.pitch + right)
 
+    @property
+    def first_byte(self) -> int:
+        """Place of its first byte among all bytes of the rank."""
+        return self.start + self.view.offset
+
+    def bytes_in(self, quantized: torch.Tensor) -> torch.Tensor:
+        """Its bytes, given those of the rank, in its shape."""
+        return quantized.as_strided(self.view.shape, self.view.strides, self.first_byte)
+
     def numbers(self, of_blocks: torch.Tensor) -> torch.Tensor:
         """Its blocks' numbers among those of all blocks of the rank, ``[down, across]``."""
         return of_blocks.as_strided(self.blocks, (self.pitch, 1), of_blocks.storage_offset() + self.place)
@@ -72,8 +83,8 @@ class BlockPart:
 
 FlatMemory = Mapping[str, torch.Tensor]
 """Flat memory, by storage."""
-Written = Callable[[Collection[str]], None]
-"""Hears of storages for which all work has been given to the current stream."""
+Written = Callable[[int, int], None]
+"""Hears how many of the rank's bytes, and of its scales, are written once the current stream has done its work."""
 
 
 class BlockParts(ABC):
@@ -81,12 +92,12 @@ class BlockParts(ABC):
 
     Args:
         parts: the parts.
-        quantized: flat memory for their bytes, uint8, by the storage of their views.
+        quantized: flat memory for their bytes, uint8.
         power_of_two: whether scales are powers of two.
     """
 
     @abstractmethod
-    def __init__(self, parts: Sequence[BlockPart], quantized: FlatMemory, *, power_of_two: bool) -> None: ...
+    def __init__(self, parts: Sequence[BlockPart], quantized: torch.Tensor, *, power_of_two: bool) -> None: ...
 
     @abstractmethod
     def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
@@ -108,15 +119,14 @@ class BlockParts(ABC):
             scales: what to multiply the weights of each of the rank's blocks with, fp32.
             inverse: their inverses, fp32. Overwritten for blocks that :meth:`measure` left out, with NaN for a block
                 that has an element which is infinite or not a number.
-            written: called in between with storages for which all work has been given to the current stream, of weights
-                and of scales.
+            written: called before and in between, as more is written.
         """
 
 
 class HostParts(BlockParts):
     """With PyTorch; see :class:`BlockParts`."""
 
-    def __init__(self, parts: Sequence[BlockPart], quantized: FlatMemory, *, power_of_two: bool) -> None:
+    def __init__(self, parts: Sequence[BlockPart], quantized: torch.Tensor, *, power_of_two: bool) -> None:
         self._parts = [chunk for part in parts for chunk in _chunks(part)]
         self._quantized, self._power_of_two = quantized, power_of_two
 
@@ -141,7 +151,7 @@ class HostParts(BlockParts):
             above, left = (low % BLOCK for low in part.box.start)
             rows, columns = part.box.shape
             found = bytes_.flatten(2).flatten(0, 1)[above : above + rows, left : left + columns]
-            part.view.tensor(self._quantized[part.view.storage]).copy_(found)
+            part.bytes_in(self._quantized).copy_(found)
 
 
 @dataclass(frozen=True)
@@ -151,12 +161,12 @@ class _Group:
     Attributes:
         whole: those of whole blocks.
         others: all others.
-        completes: storages, of weights and of scales, that later groups do not write to.
+        begins: the first byte, and the first scale, that this group or a later one writes.
     """
 
     whole: Sequence[BlockPart]
     others: Sequence[BlockPart]
-    completes: Sequence[str]
+    begins: tuple[int, int]
 
 
 class KernelParts(BlockParts):
@@ -166,11 +176,11 @@ class KernelParts(BlockParts):
         RefitError: if the elements of a row are not adjacent.
     """
 
-    def __init__(self, parts: Sequence[BlockPart], quantized: FlatMemory, *, power_of_two: bool) -> None:
+    def __init__(self, parts: Sequence[BlockPart], quantized: torch.Tensor, *, power_of_two: bool) -> None:
         for part in parts:
             if part.view.shape[1] > 1 and part.view.strides[1] != 1:
                 raise RefitError(f"{part.box} lies transposed in the trainer's memory, where it cannot be quantized")
-        self._groups = _grouped(parts)
+        self._groups = _grouped(sorted(parts, key=lambda part: part.first_byte))
         self._quantized, self._power_of_two = quantized, power_of_two
         self._addresses: tuple[int, ...] = ()
         self._tables: list[tuple[list[TileTable], list[TileTable]]] = []
@@ -196,11 +206,11 @@ class KernelParts(BlockParts):
 
         del weights
         for group, (whole, others) in zip(self._groups, self._tables, strict=True):
+            written(*group.begins)
             for table in whole:
                 kernels.quantize_blocks(table, inverse, power_of_two=self._power_of_two, epsilon=0.0, checked=True)
             for table in others:
                 kernels.cast(table, scales)
-            written(group.completes)
 
     def _tables_of(self, pieces: Sequence[BlockPart], weights: FlatMemory) -> list[TileTable]:
         from etp.formats.kernels import Tiled, tables_of
@@ -208,7 +218,7 @@ class KernelParts(BlockParts):
         return tables_of(
             Tiled(
                 piece.view.tensor(weights[piece.view.storage]),
-                piece.view.tensor(self._quantized[piece.view.storage]),
+                piece.bytes_in(self._quantized),
                 piece.place,
                 (piece.pitch, 1),
             )
@@ -226,22 +236,16 @@ def _grouped(parts: Sequence[BlockPart]) -> list[_Group]:
             groups.append([])
         groups[-1].append(part)
         filled += part.box.volume
-    last = {
-        name: number
-        for number, group in enumerate(groups)
-        for part in group
-        for name in (part.view.storage, scales_of(part.box.tensor))
-    }
-    return [
-        _Group(
-            [piece for piece in pieces if piece.has_whole_blocks],
-            [piece for piece in pieces if not piece.has_whole_blocks],
-            [name for name, at in last.items() if at == number],
-        )
-        for number, pieces in enumerate(
-            [piece for part in group for piece in _at_block_borders(part)] for group in groups
-        )
-    ]
+    found: list[_Group] = []
+    later: list[tuple[int, int]] = []
+    for group in reversed(groups):
+        pieces = [piece for part in group for piece in _at_block_borders(part)]
+        whole = [piece for piece in pieces if piece.has_whole_blocks]
+        others = [piece for piece in pieces if not piece.has_whole_blocks]
+        firsts = [(part.first_byte, part.place) for part in group] + later
+        later = [(min(byte for byte, _ in firsts), min(scale for _, scale in firsts))]
+        found.append(_Group(whole, others, later[0]))
+    return found[::-1]
 
 
 def _at_block_borders(part: BlockPart) -> Iterator[BlockPart]:

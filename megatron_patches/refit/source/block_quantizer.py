@@ -5,16 +5,19 @@ Transformer Engine's ``Float8BlockScaling`` too, an engine gets the very bytes a
 Megatron's weight is cut or interleaved otherwise (a head dimension that is no multiple of 128, for example), the two
 grids differ, and the weight is quantized again.
 
+[Note: memory] The bytes of all weights lie in one piece of memory, and all scales in another, in the order in which
+they are written. So neither a look-up nor waiting for a part takes longer for more weights.
+
 [Note: straddling] A block that lies on several ranks needs the largest magnitude of all its parts. The ranks find out
 once which blocks do. Then a push costs one all-reduce over these blocks. Each rank of a block holds its scale.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -40,6 +43,8 @@ from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, Hos
 if TYPE_CHECKING:
     from megatron_patches.refit.control.exchange import Exchange
     from megatron_patches.refit.memory.ports import Memory
+
+_BYTES, _SCALES = "quantized weights", "scales of quantized weights"  # names of the storages
 
 
 @dataclass(frozen=True)
@@ -67,26 +72,21 @@ class _Grid:
         """Number of blocks."""
         return self.blocks[0] * self.blocks[1]
 
-    @property
-    def storage(self) -> Storage:
-        """The memory of the scales."""
-        return Storage(scales_of(self.tensor), "float32", self.size, self.size)
-
-    def placements(self) -> Iterator[Placement]:
-        """The scales of blocks that the rank has a part of."""
+    def placements(self, place: int) -> Iterator[Placement]:
+        """The scales of blocks that the rank has a part of, given the place of the rectangle's first."""
         disjoint: list[Box] = []
         for box in self.boxes:
             disjoint += subtract(_blocks_in(box), disjoint)
         strides = row_major_strides(self.blocks)
         for box in coalesce(disjoint):
-            offset = sum((low - first) * step for low, first, step in zip(box.start, self.first, strides, strict=True))
-            yield Placement(box, View(scales_of(self.tensor), offset, box.shape, strides))
+            moved = sum((low - first) * step for low, first, step in zip(box.start, self.first, strides, strict=True))
+            yield Placement(box, View(_SCALES, place + moved, box.shape, strides))
 
-    def part(self, one: Placement, place: int) -> BlockPart:
-        """One of the boxes, given the place of the rectangle's first block among all blocks of the rank."""
+    def part(self, one: Placement, place: int, start: int) -> BlockPart:
+        """One of the boxes, given the place of the rectangle's first block among all of the rank, and its bytes."""
         down, right = (low // BLOCK - first for low, first in zip(one.box.start, self.first, strict=True))
         pitch = self.blocks[1]
-        return BlockPart(one.box, one.view, self.shape, place + down * pitch + right, pitch)
+        return BlockPart(one.box, one.view, start, self.shape, place + down * pitch + right, pitch)
 
     def incomplete(self) -> NDArray[np.int64]:
         """Places in the rectangle of the blocks of which the rank has a part but not all, ascending."""
@@ -129,6 +129,7 @@ class BlockQuantizer:
     Attributes:
         manifest: what the rank holds once it is quantized.
         quantized: flat memory of quantized weights and of scales, by storage of the manifest.
+        kept: storages of what the rank holds that are not quantized.
 
     Raises:
         UnsupportedModelError: see :func:`megatron_patches.refit.layout.weight_format.quantized_weights`.
@@ -163,31 +164,37 @@ class BlockQuantizer:
         self._amax = torch.zeros(blocks, device=device)
         self._scale, self._inverse = torch.ones_like(self._amax), torch.ones_like(self._amax)
         self._usable = torch.ones_like(self._amax, dtype=torch.bool)
-        self._events: dict[str, torch.cuda.Event] = {}  # of work that writes to a storage
-        self._ended: torch.cuda.Event | None = None  # of all of it
+        self._events: list[torch.cuda.Event] = []  # as the bytes and scales before each of the next are written
+        self._begins: dict[str, list[int]] = {_BYTES: [], _SCALES: []}
         storages = [storage for storage in held.storages if storage.name in quantized]
         self._dtypes: dict[str, torch.dtype] = {storage.name: getattr(torch, storage.dtype) for storage in storages}
-        sizes = [storage.logical_numel for storage in storages]
-        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self._bytes = dict(zip((storage.name for storage in storages), memory.split(sizes), strict=True))
+        *starts, self._size = accumulate((storage.logical_numel for storage in storages), initial=0)
+        start_of = dict(zip((storage.name for storage in storages), starts, strict=True))
+        bytes_ = torch.zeros(self._size, dtype=torch.uint8, device=device)
         at = {grid.tensor: (grid, place) for grid, place in zip(self._grids, self._places, strict=True)}
         kind: type[BlockParts] = KernelParts if device.type == "cuda" else HostParts
-        parts = [at[one.box.tensor][0].part(one, at[one.box.tensor][1]) for one in mine]
-        self._parts = kind(parts, self._bytes, power_of_two=power_of_two)
-        scales = self._inverse.split([grid.size for grid in self._grids])
-        self.quantized: Mapping[str, torch.Tensor] = {
-            **{name: bytes_.view(getattr(torch, QUANTIZED)) for name, bytes_ in self._bytes.items()},
-            **{scales_of(grid.tensor): part for grid, part in zip(self._grids, scales, strict=True)},
-        }
-        self.manifest = Manifest(
-            held.rank,
-            held.host,
-            (
-                *(_quantized(storage) if storage.name in quantized else storage for storage in held.storages),
-                *(grid.storage for grid in self._grids),
-            ),
-            (*held.placements, *(one for grid in self._grids for one in grid.placements())),
-        )
+        parts = [
+            grid.part(one, place, start_of[one.view.storage]) for one in mine for grid, place in [at[one.box.tensor]]
+        ]
+        self._parts = kind(parts, bytes_, power_of_two=power_of_two)
+        self.kept = frozenset(storage.name for storage in held.storages) - quantized
+        self.quantized: Mapping[str, torch.Tensor] = {}
+        self.manifest = held
+        if mine:
+            self.quantized = {_BYTES: bytes_.view(getattr(torch, QUANTIZED)), _SCALES: self._inverse}
+            self.manifest = Manifest(
+                held.rank,
+                held.host,
+                (
+                    *(storage for storage in held.storages if storage.name in self.kept),
+                    Storage(_BYTES, QUANTIZED, self._size, self._size),
+                    Storage(_SCALES, "float32", blocks, blocks),
+                ),
+                (
+                    *(_moved(one, start_of) for one in held.placements),
+                    *(one for grid, place in at.values() for one in grid.placements(place)),
+                ),
+            )
 
     def measure(self, memory: Memory) -> None:
         """Finds the largest magnitude of this rank's part of each block of which other ranks may have parts.
@@ -212,6 +219,8 @@ class BlockQuantizer:
             memory: as for :meth:`measure`.
         """
         self._events.clear()
+        for begins in self._begins.values():
+            begins.clear()
         for dtype, part in self._of_each_dtype():
             largest = torch.finfo(getattr(torch, dtype)).max
             self._scale[part] = scale_of(
@@ -221,12 +230,13 @@ class BlockQuantizer:
         self._parts.quantize(self._weights(memory), self._scale, self._inverse, self._written)
         self._usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
         if self._amax.is_cuda:
-            self._ended = torch.cuda.current_stream(self._amax.device).record_event()
+            self._written(self._size, self._amax.numel())
 
-    def await_written(self, storages: Collection[str]) -> None:
-        """Makes the current stream wait until :meth:`cast` has written these storages. Any thread may call it."""
-        for event in dict.fromkeys(self._events[name] for name in storages if name in self._events):
-            torch.cuda.current_stream(self._amax.device).wait_event(event)
+    def await_written(self, ends: Mapping[str, int]) -> None:
+        """See :class:`megatron_patches.refit.memory.ports.Writing`."""
+        reached = [bisect_left(self._begins[name], end) for name, end in ends.items() if name in self._begins]
+        if reached and self._events:
+            torch.cuda.current_stream(self._amax.device).wait_event(self._events[max(reached)])
 
     def check(self) -> None:
         """Waits until :meth:`cast` has written everything. Any thread may call it.
@@ -234,14 +244,16 @@ class BlockQuantizer:
         Raises:
             RefitError: if a weight is infinite or not a number.
         """
-        if self._ended is not None:
-            self._ended.synchronize()
+        if self._events:
+            self._events[-1].synchronize()
         if not self._usable.all():
             self._refuse(int(torch.nonzero(~self._usable)[0]))
 
-    def _written(self, storages: Collection[str]) -> None:
-        event = torch.cuda.current_stream(self._amax.device).record_event()
-        self._events.update(dict.fromkeys(storages, event))
+    def _written(self, bytes_: int, scales: int) -> None:
+        """Notes that so many bytes and scales are written once the current stream has done its work."""
+        self._begins[_BYTES].append(bytes_)
+        self._begins[_SCALES].append(scales)
+        self._events.append(torch.cuda.current_stream(self._amax.device).record_event())
 
     def _weights(self, memory: Memory) -> dict[str, torch.Tensor]:
         """The weights to quantize, as flat tensors that share memory with what the rank holds."""
@@ -327,8 +339,12 @@ def _grids(mine: Sequence[Placement], shapes: Mapping[str, Shape], held: Manifes
     return grids
 
 
-def _quantized(storage: Storage) -> Storage:
-    return Storage(storage.name, QUANTIZED, storage.logical_numel, storage.logical_numel)
+def _moved(one: Placement, start_of: Mapping[str, int]) -> Placement:
+    """A box where its bytes lie, if it is quantized."""
+    if one.view.storage not in start_of:
+        return one
+    offset = start_of[one.view.storage] + one.view.offset
+    return replace(one, view=replace(one.view, storage=_BYTES, offset=offset))
 
 
 def _blocks_in(box: Box) -> Box:

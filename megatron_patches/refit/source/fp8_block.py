@@ -12,7 +12,7 @@ from megatron_patches.refit.source.live import memory_of
 from megatron_patches.refit.source.weight_source import settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -90,7 +90,8 @@ class Fp8BlockSource:
         except Exception as error:  # noqa: BLE001 - as above
             self._failure = error
         else:
-            self._memory = cast("Memory", {**memory, **self._quantized})  # both on the host, or both on the device
+            kept = {name: memory[name] for name in quantizer.kept}
+            self._memory = cast("Memory", {**kept, **self._quantized})  # both on the host, or both on the device
 
     def look_up(self) -> Memory:
         """What :meth:`settle` quantizes, and the memory of all other weights.
@@ -102,10 +103,10 @@ class Fp8BlockSource:
             raise self._failure
         return self._memory
 
-    def await_written(self, storages: Collection[str]) -> None:
+    def await_written(self, ends: Mapping[str, int]) -> None:
         """See :class:`megatron_patches.refit.memory.ports.Writing`."""
         if self._quantizer is not None:
-            self._quantizer.await_written(storages)
+            self._quantizer.await_written(ends)
 
     def confirm(self) -> None:
         """Waits until the weights are quantized.

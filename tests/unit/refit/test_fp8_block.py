@@ -337,10 +337,15 @@ def test_a_module_is_quantized_under_its_own_names() -> None:
     quantized = quantized_weights({name: tuple(tensor.shape) for name, tensor in state.items()})
     assert len(quantized) == 7
     assert held.shapes.keys() == {*state, *map(scales_of, quantized)}
+    views = {one.box.tensor: one.view for one in held.manifest.placements}
+
+    def sent(name: str) -> torch.Tensor:
+        return views[name].tensor(torch.from_numpy(np.asarray(memory[views[name].storage])))
+
     for name in quantized:
         data, scales = reference(state[name], power_of_two=True)
-        assert np.array_equal(np.asarray(memory[name]), data.flatten().numpy())
-        assert np.array_equal(np.asarray(memory[scales_of(name)]), scales.flatten().view(torch.int32).numpy())
+        assert torch.equal(sent(name), data)
+        assert torch.equal(sent(scales_of(name)).view(torch.float32), scales)
 
 
 def test_what_is_quantized_follows_the_published_checkpoints() -> None:
@@ -371,28 +376,24 @@ def test_what_is_quantized_follows_the_published_checkpoints() -> None:
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=60))
-def test_storages_are_complete_after_the_last_group_that_writes_to_them(sizes: list[tuple[int, int, int]]) -> None:
-    """Tensors in several memories, and memories of several tensors."""
-    parts = []
-    for storage, tensor, blocks in sizes:
+@given(sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=60), data=st.data())
+def test_groups_write_ascending_bytes_and_tell_what_no_later_one_writes(
+    sizes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Boxes of a few tensors, whose scales lie in any order."""
+    places = data.draw(st.permutations(range(len(sizes))))
+    parts, start = [], 0
+    for (tensor, blocks), place in zip(sizes, places, strict=True):
         box = Box(f"t{tensor}", (0, 0), (128 * blocks, 128))
-        parts.append(BlockPart(box, View(f"s{storage}", 0, box.shape, (128, 1)), box.shape, 0, 1))
+        parts.append(BlockPart(box, View("s", 7, box.shape, (128, 1)), start, box.shape, 20 * place, 1))
+        start += box.volume
     groups = _grouped(parts)
     assert len(groups) <= 16
-    pieces = [piece for group in groups for piece in (*group.whole, *group.others)]
-    assert [piece.view for piece in pieces] == [part.view for part in parts]
-    completed: set[str] = set()
-    for group in groups:
-        written = {
-            name
-            for piece in (*group.whole, *group.others)
-            for name in (piece.view.storage, scales_of(piece.box.tensor))
-        }
-        assert not written & completed
-        assert not completed & set(group.completes)
-        completed |= set(group.completes)
-    assert completed == {name for part in parts for name in (part.view.storage, scales_of(part.box.tensor))}
+    pieces = [(*group.whole, *group.others) for group in groups]
+    assert [piece for group in pieces for piece in group] == parts
+    for number, group in enumerate(groups):
+        later = [piece for group in pieces[number:] for piece in group]
+        assert group.begins == (later[0].first_byte, min(piece.place for piece in later))
     largest = max(part.box.volume for part in parts)
     for group in groups:
         assert sum(piece.box.volume for piece in group.whole) <= sum(part.box.volume for part in parts) / 16 + largest
@@ -406,27 +407,26 @@ def quantizes_with_kernels(rank: int, world_size: int) -> int:
     parts, memory = [], torch.full((80_000,), float("nan"), dtype=weight.dtype)
     for (a, b), (c, d) in product(pairwise((0, 40, 200)), pairwise(columns)):
         box, view = Box(WEIGHT, (a, c), (b, d)), View("m", 300 * a + c, (b - a, d - c), (300, 1))
-        parts.append(BlockPart(box, view, shape, a // 128 * 3 + c // 128, 3))
+        parts.append(BlockPart(box, view, 11, shape, a // 128 * 3 + c // 128, 3))
         view.tensor(memory).copy_(weight[a:b, c:d])
     for power_of_two in (True, False):
         wanted, scales = reference(weight, power_of_two=power_of_two)
         for kind in (HostParts, KernelParts):
             bytes_ = torch.full((80_000,), 0x55, dtype=torch.uint8)
-            by_kind = kind(parts, {"m": bytes_}, power_of_two=power_of_two)
+            by_kind = kind(parts[::-1], bytes_, power_of_two=power_of_two)
             amax = torch.zeros(6)
             by_kind.measure({"m": memory}, amax)
             # All but one of zeros; kernels measure no whole blocks.
             assert amax.nonzero().flatten().tolist() == ([1, 2, 3, 4, 5] if kind is HostParts else [1, 2, 4])
             scale = scale_of(amax, power_of_two=power_of_two, epsilon=0.0)
             inverse = 1.0 / scale
-            told: list[list[str]] = []
-            by_kind.quantize({"m": memory}, scale, inverse, lambda names: told.append(list(names)))  # noqa: B023
-            if kind is KernelParts:
-                assert told[-1] == ["m", scales_of(WEIGHT)]
-                assert not any(told[:-1])
+            told: list[tuple[int, int]] = []
+            by_kind.quantize({"m": memory}, scale, inverse, lambda *written: told.append(written))  # noqa: B023
+            if kind is KernelParts:  # blocks 0 to 2 lie in the second row of parts, too
+                assert told == [(11, 0), (141, 0), (12_011, 0), (12_141, 1)]
                 assert torch.equal(inverse, scales.flatten())
             for part in parts:
-                found = part.view.tensor(bytes_)
+                found = part.bytes_in(bytes_)
                 assert is_near(found, wanted[tuple(map(slice, part.box.start, part.box.stop))])
                 found.fill_(0x55)
                 compared += found.numel()
@@ -434,7 +434,7 @@ def quantizes_with_kernels(rank: int, world_size: int) -> int:
     memory[300 * 150 + 5] = float("nan")  # in block 3, which is whole
     memory[300 * 7 + 258] = -torch.inf  # in block 2, which is cut
     by_kind.measure({"m": memory}, amax)
-    by_kind.quantize({"m": memory}, scale, inverse, lambda _: None)
+    by_kind.quantize({"m": memory}, scale, inverse, lambda *_: None)
     assert amax.isinf().nonzero().flatten().tolist() == [2]
     assert inverse.isnan().nonzero().flatten().tolist() == [3]
     return compared
@@ -445,6 +445,6 @@ def test_kernels_quantize_parts_of_any_size() -> None:
 
 
 def test_a_transposed_weight_is_refused_where_kernels_would_read_it_wrongly() -> None:
-    part = BlockPart(Box(WEIGHT, (0, 0), (128, 256)), View("m", 0, (128, 256), (1, 128)), (128, 256), 0, 2)
+    part = BlockPart(Box(WEIGHT, (0, 0), (128, 256)), View("m", 0, (128, 256), (1, 128)), 0, (128, 256), 0, 2)
     with pytest.raises(RefitError, match=r"down_proj\.weight\[0:128, 0:256\] lies transposed"):
-        KernelParts([part], {}, power_of_two=True)
+        KernelParts([part], torch.empty(0, dtype=torch.uint8), power_of_two=True)

@@ -45,7 +45,10 @@ def test_interleaved_heads_become_the_bytes_of_the_checkpoints_weights_and_of_th
         quantizer.cast(memory)
         quantizer.check()
         of_gemms, _ = quantize_blocks(memory[storage].view(-1, 256))
-        assert torch.equal(quantizer.quantized[storage].view(torch.uint8).view(-1, 256), of_gemms)
+        views = {one.box: one.view for one in quantizer.manifest.placements}
+        first = min(views[one.box].offset - one.view.offset for one in mine)
+        sent = quantizer.quantized[views[mine[0].box].storage].view(torch.uint8)
+        assert torch.equal(sent[first : first + of_gemms.numel()].view(-1, 256), of_gemms)
         for name in names:
             bytes_, scales = quantize_blocks(checkpoint[name].bfloat16())
             for wanted, tensor in ((bytes_, name), (scales, scales_of(name))):
@@ -78,9 +81,10 @@ def test_a_bias_in_fp32_is_sent_in_fp32_beside_quantized_weights() -> None:
     source = Fp8BlockSource(ModuleSource(model, {}), WeightFormat.FP8_BLOCK, Exchange())
     manifest = source.describe(0).manifest
     source.settle()
-    assert {one.name: one.dtype for one in manifest.storages} == {
+    assert {one.box.tensor: manifest.storage[one.view.storage].dtype for one in manifest.placements} == {
         weight: "float8_e4m3fn",
         scales_of(weight): "float32",
         bias: "float32",
     }
+    assert source.look_up().keys() == manifest.storage.keys()
     assert np.array_equal(np.asarray(source.look_up()[bias]).view(np.float32), layer.bias.detach().numpy())
