@@ -30,9 +30,7 @@ GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """splitmix64's constants (Steele, Lea and Flood, OOPSLA 2014)."""
 COLUMN_SALT = 0x5851F42D4C957F2D
 """Combined with a column's index, so that rows and columns have different hashes."""
-_ROWS, _COLUMNS, _ROW_BYTES, _WIDTH = 64, 64, 1 << 17, 2  # least rows and columns, longest row, widest element
-_DIGIT = 7  # bits
-_DIGITS, _PADDED = 10, 16  # of a hash; oneDNN is faster with 16 columns than with 10
+_CHUNK = 1 << 20  # elements at a time: the hashes of their rows, at most 8 MiB, are temporaries
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -56,95 +54,23 @@ def digest_array(values: NDArray[np.generic], box: Box, shape: tuple[int, ...]) 
     if values.size != box.volume:
         raise ValueError(f"{box} has {box.volume} elements, not {values.size}")
     bits = np.ascontiguousarray(values).reshape(-1).view(_UNSIGNED[values.dtype.itemsize])
-    kind: type[_Columns] = _ByteColumns if _is_matrix(box, bits.itemsize) and _multiplies_bytes() else _Columns
-    columns: _Columns | None = None
+    columns: tuple[int, int] | None = None
     total = 0
     done = 0
-    for part in box.chunks(kind.chunk):
+    for part in box.chunks(_CHUNK):
         rows, low, high = _rows(part, shape)
         piece = bits[done : done + part.volume].reshape(-1, high - low)
         done += part.volume
-        if columns is None or columns.range != (low, high):
-            columns = kind(low, high, bits.itemsize)
-        total += int(np.dot(columns.sums(piece), _odd_hash(rows)))
+        if columns != (low, high):
+            columns = low, high
+            hashes = _odd_hash(np.arange(low, high, dtype=np.uint64) ^ np.uint64(COLUMN_SALT))
+            ones = np.add.reduce(hashes)  # what adding 1 to a row's elements adds
+        if piece.itemsize == hashes.itemsize:
+            piece = piece ^ piece >> np.uint64(32)
+        # Not torch's products: oneDNN's primitives stay in a cache of the thread, and vLLM has crashed as that ended.
+        sums = np.einsum("rc,c->r", piece, hashes) + ones
+        total += int(np.dot(sums, _odd_hash(rows)))
     return total & MASK
-
-
-def _is_matrix(box: Box, width: int) -> bool:
-    """Whether products of bytes pay, and cannot overflow."""
-    columns = box.shape[-1] if box.shape else 1
-    pays = width <= _WIDTH and columns >= _COLUMNS and box.volume // columns >= _ROWS
-    return pays and columns * width <= _ROW_BYTES
-
-
-def _multiplies_bytes() -> bool:
-    """Whether torch has fast products of bytes for this CPU."""
-    import torch
-
-    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-
-
-class _Columns:
-    """The hashes of a range of columns, with which the elements of rows are summed.
-
-    Args:
-        low: the first column.
-        high: the one after the last.
-        width: bytes per element.
-    """
-
-    chunk = 1 << 16  # elements at a time: the temporaries stay in a core's cache
-
-    def __init__(self, low: int, high: int, width: int) -> None:
-        del width
-        self.range = low, high
-        self._hashes = _odd_hash(np.arange(low, high, dtype=np.uint64) ^ np.uint64(COLUMN_SALT))
-
-    def sums(self, bits: NDArray[np.unsignedinteger]) -> NDArray[np.uint64]:
-        """For each row, the sum of ``(bits + 1) * hash``."""
-        wide = bits.astype(np.uint64)
-        if bits.itemsize == wide.itemsize:
-            wide ^= wide >> np.uint64(32)
-        found: NDArray[np.uint64] = (wide + np.uint64(1)) @ self._hashes
-        return found
-
-
-class _ByteColumns(_Columns):
-    """The same by one matrix product of bytes, which takes a CPU a quarter of the time.
-
-    A byte at place ``b`` of an element counts ``hash << 8 * b``, modulo 2**64. Each of these numbers is cut into digits
-    of -64 to 63, whose products with signed bytes are added in 32 bits: less than 2**13 for each of at most 2**17
-    bytes. Digits are that small because CPUs without VNNI add pairs of products in 16 bits.
-    """
-
-    chunk = 1 << 20  # more than a core's cache may hold, since a product has fixed costs
-
-    def __init__(self, low: int, high: int, width: int) -> None:
-        import torch
-
-        super().__init__(low, high, width)
-        shifts = np.arange(0, 8 * width, 8, dtype=np.uint64)
-        left = (self._hashes[:, None] << shifts).reshape(-1)
-        digits = np.zeros((left.size, _PADDED), dtype=np.int8)
-        half = np.uint64(1 << _DIGIT - 1)
-        for at in range(_DIGITS):
-            left += half  # wraps, as does the digest
-            digits[:, at] = (left & np.uint64((1 << _DIGIT) - 1)).astype(np.int8) - np.int8(half)
-            left >>= np.uint64(_DIGIT)
-        self._digits = torch.from_numpy(digits)
-        # What adding 1 to all elements adds, and 128 to all bytes, which makes them unsigned.
-        ones = 1 + sum(0x80 << 8 * place for place in range(width))
-        self._constant = np.uint64(int(np.add.reduce(self._hashes)) * ones & MASK)
-
-    def sums(self, bits: NDArray[np.unsignedinteger]) -> NDArray[np.uint64]:
-        """See :class:`_Columns`."""
-        import torch
-
-        signed = torch.from_numpy((bits.view(np.uint8) ^ np.uint8(0x80)).view(np.int8))
-        by_digit = torch._int_mm(signed, self._digits).numpy()[:, :_DIGITS].astype(np.int64).view(np.uint64)
-        shifts = np.arange(0, _DIGIT * _DIGITS, _DIGIT, dtype=np.uint64)
-        found: NDArray[np.uint64] = np.add.reduce(by_digit << shifts, axis=1) + self._constant
-        return found
 
 
 def _rows(box: Box, shape: tuple[int, ...]) -> tuple[NDArray[np.uint64], int, int]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patches.refit.layout.boxes import Box
 from megatron_patches.refit.layout.digest import MASK, combine, digest_array
@@ -80,12 +84,14 @@ def test_parts_compose_in_any_order(row: int, column: int, seed: int) -> None:
     assert combine(reversed(digests)) == digest_array(values, WHOLE, SHAPE)
 
 
-def test_chunks_larger_than_the_cache_compose() -> None:
-    shape = (300, 701)
+@pytest.mark.parametrize("shape", [(1600, 701), (2, (1 << 20) + 701)])
+def test_tensors_and_rows_longer_than_a_chunk_compose(shape: tuple[int, int]) -> None:
     values = random_bits(2, 3, shape)
     whole = Box("w", (0, 0), shape)
-    rows = [digest_array(values[row : row + 1], Box("w", (row, 0), (row + 1, 701)), shape) for row in range(shape[0])]
-    assert combine(rows) == digest_array(values, whole, shape)
+    parts = list(whole.chunks(100_000))
+    pieces = np.split(values.ravel(), np.cumsum([part.volume for part in parts])[:-1])
+    digests = [digest_array(piece, part, shape) for piece, part in zip(pieces, parts, strict=True)]
+    assert combine(digests) == digest_array(values, whole, shape)
 
 
 @given(st.integers(0, 37 * 29 - 1), st.integers(0, 63))
@@ -125,3 +131,26 @@ def test_swapped_shifted_and_missing_parts_show() -> None:
 def test_a_wrong_number_of_elements_is_refused() -> None:
     with pytest.raises(ValueError, match="1073 elements, not 4"):
         digest_array(np.zeros(4, dtype=np.uint8), WHOLE, SHAPE)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.called.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_no_operation_of_torch_is_used(width: int) -> None:
+    """Some leave oneDNN's primitives in a cache of the thread, which has crashed engines when the thread ended."""
+    shape = (128, 256)
+    with Recorder() as recorder:
+        digest_array(random_bits(width, 1, shape), Box("w", (0, 0), shape), shape)
+    assert recorder.called == []
