@@ -37,6 +37,13 @@ def split_name(name: str) -> tuple[str, Numbers]:
     return _HOLE.join(parts[::2]), tuple(map(int, parts[1::2]))
 
 
+def by_number(name: str) -> tuple[str | int, ...]:
+    """Sorts names as people do: text as text, numbers by value, so that layer 2 comes before layer 10."""
+    parts: list[str | int] = list(_NUMBER.split(name))  # text and numbers in turn
+    parts[1::2] = map(int, parts[1::2])
+    return tuple(parts)
+
+
 def join_name(pattern: str, numbers: Sequence[int]) -> str:
     """Fills the holes of ``pattern`` with numbers. Patterns come from other parties, so nothing else is interpreted."""
     if not numbers:

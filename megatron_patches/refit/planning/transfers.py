@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_patches.refit.layout.boxes import Box, View
 from megatron_patches.refit.layout.dtypes import itemsize
-from megatron_patches.refit.planning.grids import numbers_of, size_of
+from megatron_patches.refit.planning.grids import by_number, numbers_of, size_of
 from megatron_patches.refit.planning.layouts import Region, Views
 
 
@@ -85,6 +85,9 @@ class Moves(msgspec.Struct, frozen=True, array_like=True):
 
 
 def canonical(item: Transfer) -> tuple[object, ...]:
-    """Sorts transfers by tensor, box, destination and place."""
+    """Sorts transfers by tensor, box, destination and place.
+
+    Numbers in names count as such: layers come in their own order, in which a trainer quantizes them meanwhile.
+    """
     box, write = item.box, item.write
-    return box.tensor, box.start, box.stop, item.destination, write.storage, write.offset, item.source
+    return by_number(box.tensor), box.start, box.stop, item.destination, write.storage, write.offset, item.source

@@ -181,6 +181,7 @@ class KernelParts(BlockParts):
             if part.view.shape[1] > 1 and part.view.strides[1] != 1:
                 raise RefitError(f"{part.box} lies transposed in the trainer's memory, where it cannot be quantized")
         self._groups = _grouped(sorted(parts, key=lambda part: part.first_byte))
+        self._storages = tuple(dict.fromkeys(part.view.storage for part in parts))
         self._quantized, self._power_of_two = quantized, power_of_two
         self._addresses: tuple[int, ...] = ()
         self._tables: list[tuple[list[TileTable], list[TileTable]]] = []
@@ -189,7 +190,7 @@ class KernelParts(BlockParts):
         """See :class:`BlockParts`."""
         from etp.formats import kernels
 
-        addresses = tuple(memory.data_ptr() for memory in weights.values())
+        addresses = tuple(weights[name].data_ptr() for name in self._storages)
         if addresses != self._addresses:  # the optimizer may have moved the weights
             self._tables = [
                 (self._tables_of(group.whole, weights), self._tables_of(group.others, weights))

@@ -18,8 +18,8 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from megatron_patches.refit.layout.weight_format import (
     quantized_weights,
     scales_of,
 )
-from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, HostParts, KernelParts
+from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, FlatMemory, HostParts, KernelParts
 
 if TYPE_CHECKING:
     from megatron_patches.refit.control.exchange import Exchange
@@ -177,6 +177,7 @@ class BlockQuantizer:
             grid.part(one, place, start_of[one.view.storage]) for one in mine for grid, place in [at[one.box.tensor]]
         ]
         self._parts = kind(parts, bytes_, power_of_two=power_of_two)
+        self._of_dtypes = list(_of_each_dtype(self._grids))
         self.kept = frozenset(storage.name for storage in held.storages) - quantized
         self.quantized: Mapping[str, torch.Tensor] = {}
         self.manifest = held
@@ -221,8 +222,8 @@ class BlockQuantizer:
         self._events.clear()
         for begins in self._begins.values():
             begins.clear()
-        for dtype, part in self._of_each_dtype():
-            largest = torch.finfo(getattr(torch, dtype)).max
+        for dtype, part in self._of_dtypes:
+            largest = torch.finfo(dtype).max
             self._scale[part] = scale_of(
                 self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
             )
@@ -255,20 +256,15 @@ class BlockQuantizer:
         self._begins[_SCALES].append(scales)
         self._events.append(torch.cuda.current_stream(self._amax.device).record_event())
 
-    def _weights(self, memory: Memory) -> dict[str, torch.Tensor]:
-        """The weights to quantize, as flat tensors that share memory with what the rank holds."""
+    def _weights(self, memory: Memory) -> FlatMemory:
+        """What the rank holds, as flat tensors that share its memory."""
+        if self._amax.is_cuda:  # a call for each of thousands of weights would take longer than to quantize them
+            return cast("FlatMemory", memory)
         found: dict[str, torch.Tensor] = {}
         for name, dtype in self._dtypes.items():
             held = memory[name]
             found[name] = torch.from_numpy(held).view(dtype) if isinstance(held, np.ndarray) else held
         return found
-
-    def _of_each_dtype(self) -> Iterator[tuple[str, slice]]:
-        """For each dtype, the blocks of its weights, which lie together."""
-        for dtype in dict.fromkeys(grid.dtype for grid in self._grids):
-            places = [at for grid, at in zip(self._grids, self._places, strict=True) if grid.dtype == dtype]
-            sizes = [grid.size for grid in self._grids if grid.dtype == dtype]
-            yield dtype, slice(places[0], places[-1] + sizes[-1])
 
     def _refuse(self, place: int) -> None:
         number = bisect_right(self._places, place) - 1
@@ -337,6 +333,14 @@ def _grids(mine: Sequence[Placement], shapes: Mapping[str, Shape], held: Manifes
         blocks = tuple(high - low for low, high in zip(first, stop, strict=True))
         grids.append(_Grid(tensor, tuple(shapes[tensor]), tuple(found), first, blocks, dtype))
     return grids
+
+
+def _of_each_dtype(grids: Sequence[_Grid]) -> Iterator[tuple[torch.dtype, slice]]:
+    """For each dtype, the blocks of its weights, which lie together."""
+    stop = 0
+    for dtype, found in groupby(grids, key=lambda grid: grid.dtype):
+        start, stop = stop, stop + sum(grid.size for grid in found)
+        yield getattr(torch, dtype), slice(start, stop)
 
 
 def _moved(one: Placement, start_of: Mapping[str, int]) -> Placement:
