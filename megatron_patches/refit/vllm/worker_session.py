@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -154,6 +155,8 @@ class WorkerSession:
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._digests: Sequence[int] = ()  # digests of that version's boxes
         self._staged: _Staged | None = None
+        self._given_up = -1  # version whose commit failed while it was still arriving
+        self._staging = threading.Lock()  # for these two, because a version arrives in a thread of its own
         self._others: Taking | None = None  # receives versions from other engines, once it has met some
         self._receiving = party  # the party that received the last version: the trainer's, or that of a meeting
         self._instead = "nothing has been received"  # why nothing is staged
@@ -198,7 +201,7 @@ class WorkerSession:
             party = self._others.party
             party.backup_bytes = self._party.backup_bytes
         self._receiving = party
-        self._staged, self._instead = None, "nothing has been received"
+        self._staged, self._instead, self._given_up = None, "nothing has been received", -1
         if self._in_place is not None:
             self._layout.relays.stop(LEAVING_S)
         self._log.enter(State.SENDING, version)
@@ -320,10 +323,13 @@ class WorkerSession:
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
-            self._staged = _Staged(version, replacement, party.verified)
             if party is not self._party:
                 party.unlink()
-            self._log.enter(State.COMMITTING, version)
+            with self._staging:
+                if version == self._given_up:
+                    raise TransferError(f"version {version} was put together after its commit had failed")
+                self._staged = _Staged(version, replacement, party.verified)
+                self._log.enter(State.COMMITTING, version)
         except Exception as error:
             if party is not self._party:
                 party.close()
@@ -387,7 +393,9 @@ class WorkerSession:
             check_awake()
         except RefitError as error:
             late = error
-        staged, self._staged = self._staged, None
+        with self._staging:
+            staged, self._staged = self._staged, None
+            self._given_up = version if late is not None else -1
         if late is not None or staged is None or staged.version != version:
             found = self._instead if staged is None else f"version {staged.version} has been received"
             found = found if late is None else str(late)
