@@ -31,7 +31,7 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
-from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.same_model import check_same_model
@@ -41,8 +41,6 @@ from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")  # where versions are received, wherever the model is: vLLM loads them from there
-VOTE_S = 60.0
-"""Seconds for the slowest worker of an engine to reach a vote."""
 
 
 class AdapterSession:

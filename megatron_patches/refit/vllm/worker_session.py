@@ -42,7 +42,7 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Taking
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
-from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.engine_refusals import check_awake
@@ -58,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 LEAVING_S = 30.0
 """Seconds for a thread to notice that the session has ended."""
-_VOTE_S = 60.0  # for workers that have received a version to assemble it
 
 
 @dataclass(frozen=True)
@@ -358,7 +357,7 @@ class WorkerSession:
 
     def _commit(self, version: int) -> None:
         # The slowest worker may first have to wait for the version to arrive.
-        workers = AllOrNone(version, self.version, self._timeout_s + _VOTE_S)
+        workers = AllOrNone(version, self.version, self._timeout_s + VOTE_S)
         try:
             staged = self._take_staged(version, workers)
             if self._in_place is not None:
