@@ -172,7 +172,7 @@ class Held:
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """:class:`Held` in compact form.
+    """:class:`Held` in compact form: a source's part in the step :attr:`Step.DESCRIBING`. Destinations have none.
 
     Attributes:
         rank: rank of the source.
@@ -191,12 +191,6 @@ class Registered(msgspec.Struct, frozen=True):
     layout: Layout
     allow_narrowing: bool
     partial: bool = False
-
-
-class Registration(msgspec.Struct):
-    """A party's answer in the step :attr:`Step.DESCRIBING`; None for a destination."""
-
-    held: Registered | None
 
 
 class ModelAnswer(msgspec.Struct, frozen=True):
