@@ -62,11 +62,12 @@ class PartyFailedError(RefitError):
 
     Attributes:
         engines: names of the engines that failed, if any.
+        digests_differ: whether a party failed with a :class:`DigestError`.
     """
 
-    def __init__(self, message: str, engines: Iterable[str] = ()) -> None:
+    def __init__(self, message: str, engines: Iterable[str] = (), *, digests_differ: bool = False) -> None:
         super().__init__(message)
-        self.engines = tuple(engines)
+        self.engines, self.digests_differ = tuple(engines), digests_differ
 
 
 class ModelMismatchError(RefitError):

@@ -28,7 +28,7 @@ from megatron_patches.refit.control.messages import (
     encode,
     endpoint,
 )
-from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.errors import DigestError, PartyFailedError
 
 _GRACE_S = 5.0  # how much longer than the server's timeout a client waits for a verdict
 _LEAVING_S = 1.0  # for the rendezvous to receive this party's last message
@@ -114,11 +114,13 @@ class Assembly:
             passed_on = isinstance(error, PartyFailedError)
             known = (self._alerts.get(step) or "; ".join(self.gone())) if passed_on else None
             reason = known or f"{self.name}: {type(error).__name__}: {describe_error(error)}"
-            outcome = Outcome(step, what, reason=reason, passed_on=passed_on)
+            differ = isinstance(error, DigestError)
+            outcome = Outcome(step, what, reason=reason, passed_on=passed_on, digests_differ=differ)
         self._send(outcome)
         answer = self._answer(step, what)
         if isinstance(answer, Failure):
-            raise PartyFailedError(f"{what} failed: {'; '.join(answer.reasons)}") from mine
+            reasons = "; ".join(answer.reasons)
+            raise PartyFailedError(f"{what} failed: {reasons}", digests_differ=answer.digests_differ) from mine
         try:
             return decode(answer.payload, kind)
         except msgspec.MsgspecError as error:

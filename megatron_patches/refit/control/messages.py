@@ -172,7 +172,7 @@ class Held:
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """:class:`Held` in compact form.
+    """:class:`Held` in compact form: a source's part in the step :attr:`Step.DESCRIBING`. Destinations have none.
 
     Attributes:
         rank: rank of the source.
@@ -191,12 +191,6 @@ class Registered(msgspec.Struct, frozen=True):
     layout: Layout
     allow_narrowing: bool
     partial: bool = False
-
-
-class Registration(msgspec.Struct):
-    """A party's answer in the step :attr:`Step.DESCRIBING`; None for a destination."""
-
-    held: Registered | None
 
 
 class ModelAnswer(msgspec.Struct, frozen=True):
@@ -325,13 +319,23 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Outcome(msgspec.Struct, tag=True):
-    """The result of a party's part of a step. ``passed_on``: whether its reason is how it saw another party fail."""
+    """The result of a party's part of a step.
+
+    Attributes:
+        step: number of the step.
+        what: its name.
+        payload: the part, encoded.
+        reason: why it failed; None if it did not.
+        passed_on: whether the reason is how it saw another party fail.
+        digests_differ: whether it failed because what arrived differs from what was sent.
+    """
 
     step: int
     what: str
     payload: bytes = b""
     reason: str | None = None
     passed_on: bool = False
+    digests_differ: bool = False
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -342,10 +346,11 @@ class Answer(msgspec.Struct, tag=True):
 
 
 class Failure(msgspec.Struct, tag=True):
-    """A step has failed."""
+    """A step has failed. ``digests_differ``: whether for any party because what arrived differs from what was sent."""
 
     step: int
     reasons: list[str]
+    digests_differ: bool = False
 
 
 class Alert(msgspec.Struct, tag=True):

@@ -305,7 +305,8 @@ class Rendezvous:
             else:
                 step.verdicts = [Answer(number, answer) for answer in answers]
         if reasons:
-            step.verdicts = [Failure(number, reasons)]
+            differ = any(outcome.digests_differ for outcome in step.outcomes.values())
+            step.verdicts = [Failure(number, reasons, digests_differ=differ)]
         for party in self._members:
             self._tell(party, step.verdict_of(party))
         self._steps.pop(number - _REMEMBERED, None)

@@ -13,7 +13,7 @@ from megatron_patches.refit.control.messages import (
     ModelAnswer,
     Orders,
     Overlap,
-    Registration,
+    Registered,
     Step,
     Wanted,
 )
@@ -71,10 +71,10 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
     """
     found: list[Layout] = []
 
-    def describe() -> Registration:
+    def describe() -> Registered:
         described = held()
         found.append(holder_of(described.manifest).layout)
-        return Registration(registered(described, found[0]))
+        return registered(described, found[0])
 
     model = assembly.exchange(Step.DESCRIBING, ModelAnswer, describe)
     told()
@@ -106,7 +106,7 @@ def agree_as_destination(
     Raises:
         RefitError: on all parties, if any failed, or no plan covers what is wanted.
     """
-    told = assembly.exchange(Step.DESCRIBING, ModelAnswer, lambda: Registration(None))
+    told = assembly.exchange(Step.DESCRIBING, ModelAnswer, lambda: None)
     recorded: list[Receiver] = []
 
     def record() -> Wanted:

@@ -21,7 +21,6 @@ from megatron_patches.refit.control.messages import (
     Orders,
     Overlap,
     Registered,
-    Registration,
     Step,
     Wanted,
     decode,
@@ -80,8 +79,7 @@ class Registry:
 
     def _describe(self, payloads: list[bytes]) -> list[bytes]:
         """Keeps the sources' layouts. Returns the model, for every party."""
-        parts = [decode(payload, Registration) for payload in payloads]
-        held = [part.held for part in parts if part.held is not None]
+        held = [decode(payload, Registered) for payload in payloads[: self._sources]]
         holders = [Holder(one.rank, one.host, one.layout) for one in held]
         for holder in holders:
             check_layout(holder.layout, f"source rank {holder.rank}")

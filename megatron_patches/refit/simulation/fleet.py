@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec.msgpack import decode, encode
 
-from megatron_patches.refit.control.messages import Asked, Held, ModelAnswer, Overlap, Registration, Step, Wanted
+from megatron_patches.refit.control.messages import Asked, Held, ModelAnswer, Overlap, Step, Wanted
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.loads import Reach
@@ -140,8 +140,8 @@ class Fleet:
         for rank in range(sides.trainer.size):
             held = self.held(rank)
             self.holders.append(holder_of(held.manifest))
-            parts.append(encode(Registration(registered(held, self.holders[-1].layout))))
-        parts += [encode(Registration(None))] * sides.workers
+            parts.append(encode(registered(held, self.holders[-1].layout)))
+        parts += [encode(None)] * sides.workers
         self.model = self.tell(Step.DESCRIBING, parts)[0]
 
     @property

@@ -22,7 +22,7 @@ from megatron_patches.refit.control.messages import (
     StateLog,
     served_topic,
 )
-from megatron_patches.refit.errors import DigestError, PartyFailedError, RefitError
+from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.memory.delta import Base
 from megatron_patches.refit.memory.ports import Memory, Writing
 from megatron_patches.refit.parties.source import SourceParty
@@ -399,8 +399,8 @@ class Subscription:
                 moved = self._push(version, look_up, since, writing)
             except PartyFailedError as error:
                 # Digests also differ if the engine has lost what it was sent changes of, as by sleep at level 2. All
-                # ranks hear the same reasons, so all send again.
-                if since is None or DigestError.__name__ not in str(error):
+                # ranks hear the same, so all send again.
+                if since is None or not error.digests_differ:
                     raise
                 logger.warning("refit: %s receives version %d again, whole: %s", self.name, version, error)
                 moved = self._push(version, look_up, None, writing)

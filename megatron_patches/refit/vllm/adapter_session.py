@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,7 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
-from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.same_model import check_same_model
@@ -40,8 +41,6 @@ from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")  # where versions are received, wherever the model is: vLLM loads them from there
-VOTE_S = 60.0
-"""Seconds for the slowest worker of an engine to reach a vote."""
 
 
 class AdapterSession:
@@ -69,6 +68,8 @@ class AdapterSession:
         self._dtype = torch.bfloat16  # in which vLLM computes with adapters, once that is known
         self._latest = -1
         self._staged: StagedAdapter | None = None
+        self._given_up = -1  # version whose commit failed while it was still arriving
+        self._staging = threading.Lock()  # for these two, because a version arrives in a thread of its own
         self._instead = "nothing has been received"  # why nothing is staged
         self._aside = Aside(_HOST)
         self._aside.start(f"join-{call.adapter}", self._join)
@@ -81,7 +82,7 @@ class AdapterSession:
         """
         self.abandon()
         if self._memory is None:
-            raise RefitError(f"asked to receive version {call.version}, but this worker has not joined the session")
+            raise RefitError(f"asked to receive version {call.version}, but {self._instead}")
         self._log.enter(State.SENDING, call.version)
         self._aside.start(f"receive-{call.adapter}-{call.version}", lambda: self._take(call))
 
@@ -98,7 +99,8 @@ class AdapterSession:
             reason = f"{type(error).__name__}: {describe_error(error)}"
             raise
         finally:
-            self._log.enter(State.READY, version, reason or "")
+            if self._memory is not None:  # otherwise it has failed to join, and stays so
+                self._log.enter(State.READY, version, reason or "")
             try:
                 self._party.post_commit(version, reason)
             except PartyFailedError as error:
@@ -113,7 +115,9 @@ class AdapterSession:
         self._aside.finish(self._call.timeout_s)
         if self._staged is not None:
             self._staged.undo()
-        self._staged, self._instead = None, "nothing has been received"
+        self._staged, self._given_up = None, -1
+        if self._memory is not None:
+            self._instead = "nothing has been received"
 
     def end(self) -> None:
         """Leaves the session. The versions that it has brought stay.
@@ -135,6 +139,7 @@ class AdapterSession:
             self._log.enter(State.READY)
         except Exception as error:
             self._log.enter(State.FAILED, reason=describe_error(error))
+            self._instead = f"joining failed ({describe_error(error)})"
             self._party.close()
             raise
 
@@ -165,8 +170,12 @@ class AdapterSession:
                 self._files, self._folder, call.adapter, call.version, factors_of(tensors), self._dtype
             )
             staged.write()
-            self._staged = staged
-            self._log.enter(State.COMMITTING, call.version)
+            with self._staging:
+                if call.version == self._given_up:
+                    staged.undo()
+                    raise TransferError(f"version {call.version} was written after its commit had failed")
+                self._staged = staged
+                self._log.enter(State.COMMITTING, call.version)
         except Exception as error:
             self._log.enter(State.READY, call.version, describe_error(error))
             self._instead = f"what came of version {call.version} was given up ({describe_error(error)})"
@@ -189,7 +198,9 @@ class AdapterSession:
             self._aside.finish(self._call.timeout_s)
         except RefitError as error:
             late = error
-        staged = self._staged
+        with self._staging:
+            staged = self._staged
+            self._given_up = version if late is not None else -1
         if late is not None or staged is None or staged.version != version:
             workers.decline()
             raise TransferError(f"asked to commit version {version}, but {late or self._instead}") from late

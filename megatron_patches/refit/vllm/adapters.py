@@ -8,8 +8,8 @@ from collections.abc import Callable
 from megatron_patches.refit.control.messages import StateLog
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles
-from megatron_patches.refit.vllm.adapter_session import VOTE_S, AdapterSession
-from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.adapter_session import AdapterSession
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel
 

@@ -24,6 +24,9 @@ from megatron_patches.refit.vllm.reload import Replacement
 
 logger = logging.getLogger(__name__)
 
+VOTE_S = 60.0
+"""Seconds for the slowest worker of an engine to reach a vote once it has received a version."""
+
 
 class Exchanged(Protocol):
     """What one worker exchanges for what serves; a :class:`megatron_patches.refit.vllm.reload.Replacement`."""

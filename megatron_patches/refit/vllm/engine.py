@@ -32,7 +32,7 @@ from megatron_patches.refit.control.messages import Standing, State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
 from megatron_patches.refit.vllm import open_updates
 from megatron_patches.refit.vllm.adapters import Adapters
-from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
 from megatron_patches.refit.vllm.joining import Joining
 from megatron_patches.refit.vllm.refit_call import RefitCall, read_call
@@ -42,7 +42,6 @@ from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSessi
 logger = logging.getLogger(__name__)
 
 _ANOTHER = "by another session than the one that this engine has joined since; let one trainer at a time push to it"
-_VOTE_S = 60.0  # for the other workers to reach a vote that this one declines
 
 
 class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
@@ -250,7 +249,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
     def _commit(self, call: RefitCall) -> None:
         session = self._session if call.token == self._token else None
         if session is None:
-            AllOrNone(call.version, self.version, _VOTE_S).decline()
+            AllOrNone(call.version, self.version, VOTE_S).decline()
             raise TransferError(f"asked to commit version {call.version}, but {self._why_not()}")
         try:
             session.commit(call.version)

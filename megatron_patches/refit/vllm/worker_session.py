@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +42,7 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Taking
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
-from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.engine_refusals import check_awake
@@ -57,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 LEAVING_S = 30.0
 """Seconds for a thread to notice that the session has ended."""
-_VOTE_S = 60.0  # for workers that have received a version to assemble it
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,8 @@ class WorkerSession:
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._digests: Sequence[int] = ()  # digests of that version's boxes
         self._staged: _Staged | None = None
+        self._given_up = -1  # version whose commit failed while it was still arriving
+        self._staging = threading.Lock()  # for these two, because a version arrives in a thread of its own
         self._others: Taking | None = None  # receives versions from other engines, once it has met some
         self._receiving = party  # the party that received the last version: the trainer's, or that of a meeting
         self._instead = "nothing has been received"  # why nothing is staged
@@ -198,7 +200,7 @@ class WorkerSession:
             party = self._others.party
             party.backup_bytes = self._party.backup_bytes
         self._receiving = party
-        self._staged, self._instead = None, "nothing has been received"
+        self._staged, self._instead, self._given_up = None, "nothing has been received", -1
         if self._in_place is not None:
             self._layout.relays.stop(LEAVING_S)
         self._log.enter(State.SENDING, version)
@@ -320,10 +322,13 @@ class WorkerSession:
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
-            self._staged = _Staged(version, replacement, party.verified)
             if party is not self._party:
                 party.unlink()
-            self._log.enter(State.COMMITTING, version)
+            with self._staging:
+                if version == self._given_up:
+                    raise TransferError(f"version {version} was put together after its commit had failed")
+                self._staged = _Staged(version, replacement, party.verified)
+                self._log.enter(State.COMMITTING, version)
         except Exception as error:
             if party is not self._party:
                 party.close()
@@ -352,7 +357,7 @@ class WorkerSession:
 
     def _commit(self, version: int) -> None:
         # The slowest worker may first have to wait for the version to arrive.
-        workers = AllOrNone(version, self.version, self._timeout_s + _VOTE_S)
+        workers = AllOrNone(version, self.version, self._timeout_s + VOTE_S)
         try:
             staged = self._take_staged(version, workers)
             if self._in_place is not None:
@@ -387,7 +392,9 @@ class WorkerSession:
             check_awake()
         except RefitError as error:
             late = error
-        staged, self._staged = self._staged, None
+        with self._staging:
+            staged, self._staged = self._staged, None
+            self._given_up = version if late is not None else -1
         if late is not None or staged is None or staged.version != version:
             found = self._instead if staged is None else f"version {staged.version} has been received"
             found = found if late is None else str(late)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -17,14 +19,26 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, SCALE, session_folder
-from megatron_patches.refit.errors import ModelMismatchError, RefitError, StaleVersionError
+from megatron_patches.refit.control.messages import StateLog
+from megatron_patches.refit.errors import (
+    ModelMismatchError,
+    PartyFailedError,
+    RefitError,
+    StaleVersionError,
+    TransferError,
+)
 from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantized_weights
 from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
 from megatron_patches.refit.trainer.adapters import AdapterPublisher
 from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from tests.support.full_disk import files_of
+
+if TYPE_CHECKING:
+    from megatron_patches.refit.vllm.adapter_session import AdapterSession
+    from megatron_patches.refit.vllm.refit_call import RefitCall
 
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")
@@ -309,3 +323,103 @@ def test_factors_are_sent_as_they_are_trained(weight_format: str) -> None:
 def test_engines_send_each_other_no_adapters() -> None:
     with pytest.raises(ValueError, match="fan_out is on; engines send each other no adapters"):
         AdapterPublisher(torch.nn.Linear(1, 1), "a", options=RefitOptions(fan_out=True))
+
+
+class AdapterParty:
+    """A party of an adapter's session, which cannot join, or receives once it may; notes what it tells."""
+
+    rank, beside_bytes = 0, 0
+
+    def __init__(self, *_: object) -> None:
+        self.joins, self.may_receive, self.told = True, threading.Event(), list[str | None]()
+
+    def prepare(self, _: object) -> Manifest:
+        if not self.joins:
+            raise PartyFailedError("describing the trainer's weights failed: no adapter")
+        return Manifest(0, "here", (), ())
+
+    def receive(self, _version: int, _step: int, _linked: bool, make: Callable[[], object]) -> None:
+        make()
+        assert self.may_receive.wait(10.0)
+
+    def post_commit(self, _version: int, reason: str | None) -> None:
+        self.told.append(reason)
+
+    def leave(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def adapter_session(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, party: AdapterParty, timeout_s: float = 10.0
+) -> AdapterSession:
+    from megatron_patches.refit.vllm import adapter_session, all_or_none
+    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, factors_of
+    from megatron_patches.refit.vllm.refit_call import RefitCall
+    from megatron_patches.refit.vllm.worker_session import ServingModel
+
+    monkeypatch.setattr(adapter_session, "Assembly", lambda *_: SimpleNamespace(most_silence_s=None))
+    monkeypatch.setattr(adapter_session, "DestinationParty", lambda *_: party)
+    monkeypatch.setattr(adapter_session, "factors_of", lambda _: factors_of(factors()))
+    monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
+    config = SimpleNamespace(
+        additional_config={}, parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    )
+    call = RefitCall(
+        call="join",
+        host="here",
+        port=1,
+        token="ab" * 32,
+        timeout_s=timeout_s,
+        sources=1,
+        adapter="math",
+        folder=str(folder),
+    )
+    serving = ServingModel(torch.nn.Linear(1, 1), cast(Any, config), torch.device("cpu"))
+    return adapter_session.AdapterSession(call, serving, AdapterFiles(), StateLog("a trainer", logging.DEBUG))
+
+
+@NEEDS_VLLM
+def test_a_worker_that_could_not_join_says_why_whatever_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party = AdapterParty()
+    party.joins = False
+    session = adapter_session(monkeypatch, tmp_path, party)
+    why = "but joining failed (describing the trainer's weights failed: no adapter)"
+    with pytest.raises(TransferError) as raised:
+        session.commit(3)
+    assert str(raised.value) == f"asked to commit version 3, {why}"
+    assert party.told == [f"TransferError: asked to commit version 3, {why}"]
+    with pytest.raises(RefitError) as refused:
+        session.receive(receive_call(4))
+    assert str(refused.value) == f"asked to receive version 4, {why}"
+    session.end()
+
+
+@NEEDS_VLLM
+def test_an_adapter_that_is_written_too_late_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    party = AdapterParty()
+    session = adapter_session(monkeypatch, tmp_path, party, timeout_s=1.0)
+    session.receive(receive_call(3))
+    with pytest.raises(TransferError, match="commit version 3, but refit-receive-math-3 did not end within 1 s"):
+        session.commit(3)
+    party.may_receive.set()
+    with pytest.raises(TransferError, match="version 3 was written after its commit had failed"):
+        session.commit(3)
+    assert "internal error" not in caplog.text
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    session.receive(receive_call(4))
+    session.commit(4)
+    assert party.told[-1] is None
+    session.end()
+
+
+def receive_call(version: int) -> RefitCall:
+    from megatron_patches.refit.vllm.refit_call import RefitCall
+
+    return RefitCall(call="receive", adapter="math", version=version)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.control.messages import Asked, Moved, Orders, Registered, Registration, Step, Wanted
+from megatron_patches.refit.control.messages import Asked, Moved, Orders, Registered, Step, Wanted
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.boxes import Box, TensorSpec
 from megatron_patches.refit.parties.choosing import Site
@@ -99,8 +99,8 @@ def registry() -> Registry:
     layout = holder_of(held).layout
     names = {placement.box.tensor for placement in held.placements}
     tensors = fold_tensors([spec for spec in case.tensors if spec.name in names])
-    mine = Registration(Registered(0, "host", {}, tensors, layout, allow_narrowing=False))
-    found.answer(Step.DESCRIBING, [msgspec.msgpack.encode(mine), msgspec.msgpack.encode(Registration(None))])
+    mine = Registered(0, "host", {}, tensors, layout, allow_narrowing=False)
+    found.answer(Step.DESCRIBING, [msgspec.msgpack.encode(mine), msgspec.msgpack.encode(None)])
     return found
 
 

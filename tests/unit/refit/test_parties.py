@@ -244,12 +244,14 @@ def test_versions_arrive_relative_to_the_last_one(fraction: float, transport: Tr
             for answer in parties.change(4, fraction, 3, known):
                 assert isinstance(answer, PartyFailedError)
                 assert re.search(r"DigestError: .* version 4 is not taken", str(answer))
+                assert answer.digests_differ
         answers = parties.change(5, fraction, 0, known)
         parties.check(5, answers[len(case.sources) :], slowly(case, 5, fraction))
         known[0] = None
         for answer in parties.change(6, fraction, 5, known) if fraction < 1.0 else ():
             assert isinstance(answer, PartyFailedError)
             assert "destination rank 0, which holds none, what changed since version 5" in str(answer)
+            assert not answer.digests_differ
         for party in parties.everybody:
             assert party.staging.peak_bytes <= party.staging.limit_bytes
     assert all(party.staging.leased_bytes == 0 for party in parties.everybody)

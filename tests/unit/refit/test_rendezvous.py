@@ -20,7 +20,7 @@ import zmq
 from megatron_patches.refit.control import rendezvous
 from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.control.rendezvous import Rendezvous
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import DigestError, PartyFailedError, RefitError, TransferError
 
 TIMEOUT_S = 3.0
 
@@ -95,6 +95,25 @@ def test_all_get_everybodys_part_in_order(parties: int) -> None:
         for round_ in range(5):
             found = on_all(members, lambda m, r=round_: m.exchange("add", list[int], lambda: m.party * 10 + r))  # type: ignore[misc]
             assert found == [[party * 10 + round_ for party in range(parties)]] * parties
+
+
+@pytest.mark.parametrize("kind", [DigestError, TransferError])
+def test_all_parties_know_whether_digests_differ_whatever_the_reason_says(kind: type[RefitError]) -> None:
+    """Also those that only saw another one fail, and without reading the text of its reason."""
+
+    def fail(member: Assembly) -> list[int]:
+        def work() -> None:
+            if member.party == 1:
+                raise kind("DigestError is what this text says")
+            work_until_failed(member, 10.0)
+
+        return member.exchange("work", list[int], work)
+
+    with meeting(3) as (_, members):
+        for error in on_all(members, fail):
+            assert isinstance(error, PartyFailedError)
+            assert error.digests_differ is (kind is DigestError)
+            assert str(error) == f"work failed: party 1: {kind.__name__}: DigestError is what this text says"
 
 
 def test_a_failure_is_everybodys_with_its_reason_and_the_next_step_is_fresh() -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_patches.refit.control.messages import Invitation
+from megatron_patches.refit.control.messages import Invitation, Moved
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.trainer import subscription
 from megatron_patches.refit.trainer.push_options import RefitOptions
@@ -60,6 +60,54 @@ def test_a_subscription_forgets_the_one_that_it_has_waited_for(monkeypatch: pyte
     gc.collect()
     assert kept() is None
     one.close()
+
+
+class DeltaParty:
+    """A trainer rank's party whose deltas fail, with reasons that all contain the same text."""
+
+    linked = True
+
+    def __init__(self, *, digests_differ: bool) -> None:
+        self._digests_differ = digests_differ
+        self.pushed: list[tuple[int, bool]] = []  # versions, and whether they were sent as deltas
+
+    def prepare(self, *_: object) -> None:
+        """Nothing."""
+
+    def push(self, version: int, _: object, base: object, *, writing: object) -> Moved:
+        assert writing is None
+        self.pushed.append((version, base is not None))
+        if base is not None:
+            raise PartyFailedError("worker 0: DigestError in its text", digests_differ=self._digests_differ)
+        return Moved({}, 0)
+
+    def leave(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("digests_differ", [True, False])
+def test_a_delta_is_sent_again_whole_if_digests_differ_whatever_the_reason_says(
+    monkeypatch: pytest.MonkeyPatch, digests_differ: bool
+) -> None:
+    party = DeltaParty(digests_differ=digests_differ)
+    assembly = SimpleNamespace(next_step=0, gone=lambda *_: [], collect=lambda *_: {0: None})
+    monkeypatch.setattr(subscription, "Assembly", lambda *_: assembly)
+    monkeypatch.setattr(subscription, "SourceParty", lambda *_: party)
+    trainer = Trainer(1, "trainer rank 1", "cpu", None, lambda: cast(Any, None), Telemetry())
+    invitation, links = Invitation("127.0.0.1", 1, "0" * 64, 1.0), RefitOptions().links(1, 1 << 20)
+    one = Subscription("one", invitation, trainer, links, control=None, after=None)
+    try:
+        one.send(1, dict)
+        assert one.served.result(20) == 0.0
+        one.send(2, dict, cast(Any, SimpleNamespace(version=1)))
+        again = [(2, False)] if digests_differ else []
+        assert (one.sent.exception(20) is None) is digests_differ
+        assert party.pushed == [(1, False), (2, True), *again]
+    finally:
+        one.close()
 
 
 def test_of_subscriptions_that_have_ended_only_those_are_kept_that_still_commit() -> None:

@@ -174,7 +174,12 @@ def two(monkeypatch: pytest.MonkeyPatch, *answers: bool | None) -> Votes:
 
 
 def session(
-    party: Party, *, aside: bool = False, in_place: InPlace | None = None, rule: Rule | None = None
+    party: Party,
+    *,
+    aside: bool = False,
+    in_place: InPlace | None = None,
+    rule: Rule | None = None,
+    timeout_s: float = 5.0,
 ) -> WorkerSession:
     log = StateLog("a trainer", logging.DEBUG)
     log.enter(State.READY)
@@ -184,7 +189,7 @@ def session(
     layout = WorkerLayout(
         Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place), cast(Any, Relays(party))
     )
-    return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0, log=log)
+    return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=timeout_s, log=log)
 
 
 def test_what_is_sent_to_other_engines_ends_before_the_weights_change() -> None:
@@ -335,6 +340,32 @@ def test_only_what_was_received_last_is_committed() -> None:
         under_test.commit(9)
     assert under_test.version == 2
     assert "commit of 8: TransferError: asked to commit version 8, but version 7 has been received" in party.asked
+
+
+def test_a_version_that_is_put_together_too_late_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Its commit has failed by then: the worker says why, keeps nothing of it, and takes the next one."""
+    party = Party()
+    party.may_receive.clear()
+    under_test = session(party, aside=True, timeout_s=0.05)
+    under_test.receive(7, 0, True)
+    late = "asked to commit version 7, but refit-receive-7 did not end within 0 s"
+    with pytest.raises(TransferError, match=late):
+        under_test.commit(7)
+    with caplog.at_level(logging.ERROR):
+        party.may_receive.set()
+        for _ in range(200):
+            if under_test._aside.idle:
+                break
+            time.sleep(0.01)
+    assert "internal error" not in caplog.text
+    with pytest.raises(TransferError, match="version 7 was put together after its commit had failed"):
+        under_test.commit(7)
+    assert Replacement.done == ["begin"]
+    assert under_test.version == 2
+    assert f"commit of 7: TransferError: {late}" in party.asked
+    under_test.receive(8, 0, True)
+    under_test.commit(8)
+    assert under_test.version == 8
 
 
 def test_version_0_is_one_like_any_other() -> None:
