@@ -26,6 +26,7 @@ from etp.differentiate import is_asked_for
 from etp.mode import Modes
 from etp.passes import Passes
 from etp.routes import Routes
+from etp.shard import can_be_trained
 
 
 class ReplicatedGrads:
@@ -63,7 +64,7 @@ class ReplicatedGrads:
             self._hook(param)
 
     def _hook(self, param: nn.Parameter) -> None:
-        if self._is_last(param) or not (param.requires_grad or _can_be_trained(param)):
+        if self._is_last(param) or not (param.requires_grad or can_be_trained(param)):
             return
         if param in self._hooks:
             self._hooks.pop(param).remove()
@@ -166,11 +167,6 @@ class ReplicatedGrads:
         self._routes.watch(group, label)
         if self._config.grad_reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
-
-
-def _can_be_trained(param: nn.Parameter) -> bool:
-    """Whether a frozen parameter may be trained later: integers, and tensors made in inference mode, never are."""
-    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _accumulates(param: nn.Parameter) -> bool:

@@ -73,9 +73,7 @@ class EtpRuntime:
         self.passes = Passes(self.groups, self._weights, at_end=self._finish_backward)
         self.reductions = Reductions(self.config, self.routes, self.modes, self.passes)
         self.replicated = ReplicatedGrads(self.config, self.routes, self.modes, self.passes)
-        self.gathers = Gathers(
-            self.config, self.routes, self.modes, self._weights, self.passes, self.reductions.hooks, self.groups
-        )
+        self.gathers = Gathers(self.config, self.routes, self.modes, self._weights, self.passes, self.groups)
         self.scalars = GroupScalars(self.config.timeout_s, self.routes.watch)
         self.matrices = GroupMatrices(self.config.timeout_s, self.routes.watch)
         self.passes.collectors = (self.reductions, self.replicated)
@@ -136,6 +134,7 @@ class EtpRuntime:
         """Drive one more group. Its parameters must be attached to this runtime."""
         if not any(group is known for known in self.groups):
             self.groups.append(group)
+            self.reductions.hooks.watch(group)
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop driving these groups, because another runtime adopts them.
