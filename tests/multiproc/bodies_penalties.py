@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -349,7 +349,7 @@ def penalties_without_a_layer(rank: int, world_size: int, once: bool) -> dict[st
     answers: dict[str, list[str]] = {}
     x = _input(rank).requires_grad_()
 
-    def penalties(module: nn.Module, *names: str) -> torch.Tensor:
+    def penalties(names: Sequence[str], module: nn.Module) -> torch.Tensor:
         return torch.stack([torch.exp(module.get_parameter(name)).sum() for name in names]).sum()
 
     def differentiate(name: str, loss: Callable[[Any], torch.Tensor], alone: bool = False) -> None:
@@ -368,19 +368,19 @@ def penalties_without_a_layer(rank: int, world_size: int, once: bool) -> dict[st
 
     def used_twice(module: Any) -> torch.Tensor:
         both: torch.Tensor = module[0](x).sum() + module[0](2 * x).sum()
-        return both + penalties(module, "0.weight", "1.weight")
+        return both + penalties(["0.weight", "1.weight"], module)
 
     def recomputed(module: Any) -> torch.Tensor:
         result: torch.Tensor = checkpoint(module[0], x, use_reentrant=True)
-        return result.sum() + penalties(module, "0.weight")
+        return result.sum() + penalties(["0.weight"], module)
 
     for names in (["0.weight"], ["1.weight"], ["0.weight", "1.weight"]):
-        differentiate(f"penalties of {', '.join(names)}", lambda module, names=names: penalties(module, *names), True)
+        differentiate(f"penalties of {', '.join(names)}", partial(penalties, names), True)
     weight = model.get_parameter("0.weight")
-    torch.autograd.grad(penalties(model, "0.weight"), [weight])
+    torch.autograd.grad(penalties(["0.weight"], model), [weight])
     assert not seen[model]
     differentiate("a layer", lambda module: module[0](x).sum())
     differentiate("used twice beside penalties", used_twice)
     differentiate("recomputed beside a penalty", recomputed)
-    differentiate("penalty behind a layer", lambda module: penalties(module, "0.weight"), True)
+    differentiate("penalty behind a layer", partial(penalties, ["0.weight"]), True)
     return answers
