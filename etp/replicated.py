@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from etp.collectives.sums import divide
-from etp.collectives.works import WorkLine, free_bytes, reported
+from etp.collectives.works import free_bytes
 from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
 from etp.mode import Modes
@@ -34,7 +34,7 @@ class ReplicatedGrads:
 
     Args:
         config: options of the runtime.
-        routes: records, pairs and watches each all-reduce.
+        routes: records, pairs and waits for each all-reduce.
         modes: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
             which delivers them again at every replay.
         passes: notified, at each collected gradient, that a backward pass is under way.
@@ -50,7 +50,6 @@ class ReplicatedGrads:
         """The registered parameters, each with the process group over which its gradient is combined."""
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._collected: dict[nn.Parameter, torch.Tensor] = {}
-        self._line = WorkLine()
 
     def register(self, param: nn.Parameter, group: dist.ProcessGroup, name: str) -> None:
         """Reduce ``param``'s gradients over ``group`` from now on, whenever it is trained."""
@@ -161,10 +160,8 @@ class ReplicatedGrads:
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         label = f"all-reduce of replicated gradients ({span})"
         self._routes.pair(group, flat.device, label, names)
-        with reported(label, group):
-            work = dist.all_reduce(flat, group=group, async_op=True)
-            self._line.wait(work, self._config.timeout_s, keep=flat.device.type == "cpu")
-        self._routes.watch(group, label)
+        reduce = partial(dist.all_reduce, flat, group=group, async_op=True)
+        self._routes.wait_for(reduce, group, label, flat.device.type == "cpu")
         if self._config.grad_reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
 
