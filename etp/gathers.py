@@ -19,7 +19,6 @@ from etp.collectives.base import Route
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
 from etp.formats.base import WeightFormat
-from etp.grad_hooks import GradHooks
 from etp.group import Reading, WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes, Timeline
@@ -41,7 +40,6 @@ class Gathers:
         modes: whether work is being captured into a CUDA graph, and the slots that gathers land in.
         weights: versions of the shards.
         passes: which pass visits belong to.
-        hooks: notified of each trained group that is visited.
         groups: the runtime's own list of groups, shared so that later additions are seen.
     """
 
@@ -52,7 +50,6 @@ class Gathers:
         modes: Modes,
         weights: WeightVersions,
         passes: Passes,
-        hooks: GradHooks,
         groups: Sequence[WeightGroup],
     ) -> None:
         self._config = config
@@ -61,7 +58,6 @@ class Gathers:
         self._groups = groups
         self._weights = weights
         self._passes = passes
-        self._hooks = hooks
         self._in_use: WeightGroup | None = None
         self._largest_group = 0
         self._lookahead = max(_LOOKAHEAD, config.prefetch_depth)
@@ -93,8 +89,6 @@ class Gathers:
         # See [Note: apart] in etp/formats/base.py.
         reading = group.columns if transposed and format_ is not None and format_.apart else group.rows
         timeline.visit(reading)
-        if group not in self._hooks.wholly_watched:
-            self._hooks.watch(group)
         group.read_shards(self._passes.number)
         slot = group.attach(self._modes.now.cache)
         route = group.route or self._routes.of(group)

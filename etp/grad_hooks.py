@@ -3,7 +3,8 @@
 [Note: once a backward] A weight can be used several times in one backward pass. Only autograd knows whether another use
 is still to come: it visits the shard's own node once all uses in its graph have been differentiated, even if they all
 returned None. Hooks wait for that visit, so that they run once and see the whole gradient, as an unsharded parameter's
-hooks do. If a reduction ends before the visit, its hooks are *owed*: they run when the pass ends.
+hooks do. If a reduction ends before the visit, its hooks are *owed*: they run when the pass ends. If autograd itself
+delivers a gradient and nothing is reduced, they run once autograd has accumulated it.
 
 [Note: gradients beside uses] A loss may contain a term of the weights themselves, such as a penalty. Each rank
 differentiates the term by its own shard, and autograd delivers this gradient to the shard's node, without a reduction.
@@ -33,7 +34,7 @@ from etp.errors import EtpStateError
 from etp.grads import Destinations, PendingReduction
 from etp.group import WeightGroup
 from etp.mode import Modes
-from etp.shard import Shard, needs_grad
+from etp.shard import Shard, can_be_trained, needs_grad
 
 Chosen = tuple[bool, ...] | None
 """Which of a group's shards ``backward(inputs=...)`` names; None if it names all that are trained."""
@@ -46,14 +47,15 @@ class GradHooks:
         config: options of the runtime.
         modes: whether work is being captured into a CUDA graph.
         pending: the runtime's own queue of reductions in flight, shared so that later ones are seen.
+        summed: the groups that the runtime's own local sums are of, shared so that later ones are seen.
         before_own: called with a group before autograd delivers a gradient to one of its shards.
 
     Attributes:
-        watched: the watched groups, each with the shard whose autograd node reports its last use.
-        wholly_watched: those of which every shard is hooked; of the others, a frozen shard may be trained later.
-        used_further: groups with a reduction in this pass whose last use autograd has not reported yet.
+        used_further: groups with a reduction in this pass whose last use autograd has not reported yet, each with the
+            shard that reports it.
+        done: groups whose hooks the end of a reduction has run in this pass.
         owed: groups and shards whose hooks run when the pass ends, by ``id``, because tensors do not compare to a bool.
-        behind_autograd: handles of shards whose hooks run when autograd has accumulated their gradient, by ``id``.
+        replayed: ``id`` of the shards whose gradients the replays of a captured part return.
         brought: ``id`` of the shard whose gradient autograd itself delivers and accumulates next; None if there is
             none.
     """
@@ -63,77 +65,76 @@ class GradHooks:
         config: EtpConfig,
         modes: Modes,
         pending: Collection[PendingReduction],
+        summed: Collection[WeightGroup],
         before_own: Callable[[WeightGroup], None],
     ) -> None:
         self._config = config
         self._modes = modes
         self._pending = pending
+        self._summed = summed
         self._before_own = before_own
-        self.watched: dict[WeightGroup, Shard] = {}
-        self.wholly_watched: set[WeightGroup] = set()
-        self.used_further: set[WeightGroup] = set()
+        self.used_further: dict[WeightGroup, Shard] = {}
+        self.done: set[WeightGroup] = set()
         self.owed: dict[int, WeightGroup | Shard] = {}
-        self.behind_autograd: dict[int, RemovableHandle] = {}
+        self.replayed: set[int] = set()
         self.brought: int | None = None
-        self._handles: dict[int, RemovableHandle] = {}
-        """Handles of the tensor hooks on watched shards, by ``id``."""
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        """Handles of autograd's hooks on watched shards, by ``id``: of the use and, once it was needed, of the
+        accumulation, because autograd calls that one for every shard in every pass."""
 
     def forget(self) -> None:
         """Drop the hooks still due: the pass was abandoned, or a capture begins or has ended."""
         self.used_further.clear()
+        self.done.clear()
         self.owed.clear()
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""
-        for group in groups:
-            self.watched.pop(group, None)
-            self.wholly_watched.discard(group)
         for shard in (shard for group in groups for shard in group.shards):
-            for handles in (self._handles, self.behind_autograd):
-                handle = handles.pop(id(shard), None)
-                if handle is not None:
-                    handle.remove()
+            self.replayed.discard(id(shard))
+            for handle in self._handles.pop(id(shard), ()):
+                handle.remove()
 
     # Uses in one backward pass -------------------------------------------------------------------------------
 
     def watch(self, group: WeightGroup) -> None:
-        """Hook the group's trained shards, to learn from autograd when all their uses are differentiated.
+        """Hook the group's shards, to learn from autograd when all their uses are differentiated.
 
-        The group's weights are used together, so one shard reports for all of them.
+        Frozen ones too, because they may be trained later.
         """
-        for shard, is_trained in zip(group.shards, group.trained(), strict=True):
-            if not is_trained or id(shard) in self._handles:
-                continue
-            differentiated = self._beside
-            if group not in self.watched:
-                self.watched[group] = shard
-                differentiated = partial(self._differentiated, group)
-            self._handles[id(shard)] = shard.watch_uses(partial(differentiated, shard))
-        if all(id(shard) in self._handles for shard in group.shards):
-            self.wholly_watched.add(group)
+        for shard in group.shards:
+            if id(shard) not in self._handles and can_be_trained(shard):
+                self._handles[id(shard)] = [shard.watch_uses(partial(self._differentiated, shard))]
 
-    def _differentiated(self, group: WeightGroup, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Record that all uses of ``group`` in the graph are differentiated, as autograd reports for ``shard``."""
-        own = self._beside(shard, grad)
-        self.used_further.discard(group)
+    def _differentiated(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Record that all uses of ``shard`` in the graph are differentiated.
+
+        The weights of a group are used together, so one shard reports for all of them.
+        """
+        self.brought = None
+        own = None if grad is None else self._beside(shard, grad)
+        if self.used_further.get(shard.weight_group) is shard:
+            del self.used_further[shard.weight_group]
         return own
 
-    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def _beside(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         """Adjust the gradient that autograd itself delivers to ``shard``; see [Note: gradients beside uses].
 
         Args:
             shard: the shard; all its uses in the graph are differentiated.
-            grad: what autograd itself delivers, or None.
+            grad: what autograd itself delivers.
 
         Returns:
             the gradient for autograd to add, in new memory: a replay would overwrite what a graphed callable returns.
             None leaves ``grad`` as it is: it is a placeholder, or the capture of a part returned it and a replay will
             compute it.
         """
-        self.brought = None if grad is None else id(shard)
         is_placeholder = shard.placeholder_due == torch._C._current_graph_task_id()
-        if grad is None or is_placeholder or self._modes.captures_part(grad):
+        if is_placeholder or self._modes.captures_part(grad):
             return None
+        main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
+        if shard.has_reduce_hooks and (main_grad is None or id(shard) in self.replayed):
+            self._run_when_accumulated(shard)
         self._before_own(shard.weight_group)
         for pending in self._pending:
             if any(shard is other for other in pending.group.shards):
@@ -145,7 +146,6 @@ class GradHooks:
             own = grad * times
             # A term may have a gradient there, which may not even be finite, and a loss scaler would see it.
             own[own.shape[0] - shard.padding :] = 0
-        main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
         if main_grad is not None:
             main_grad.add_(own)
             own.zero_()
@@ -161,7 +161,7 @@ class GradHooks:
         unseen, shard.used_by_function = shard.used_by_function is not None, None
         if self._config.grad_reduction is GradReduction.MEAN:
             return 1
-        is_right = is_right or id(shard) in self.behind_autograd or bool(returned_by_autograd(shard))
+        is_right = is_right or id(shard) in self.replayed or bool(returned_by_autograd(shard))
         if is_right and unseen:
             raise EtpStateError(
                 f"a torch.autograd.Function of your own got the shard {shard.fqn} itself, in this pass or in one that "
@@ -193,7 +193,7 @@ class GradHooks:
             # Only a replay computes the gradient.
             for shard in trained:
                 if getattr(shard, "main_grad", None) is None:
-                    self.run_behind_autograd(shard)
+                    self.replayed.add(id(shard))
         elif not run_hooks:
             pass
         elif chosen is not None:
@@ -203,6 +203,7 @@ class GradHooks:
             self.owed[id(group)] = group
         else:
             self.owed.pop(id(group), None)
+            self.done.add(group)
             group.run_reduce_hooks()
 
     def run_owed(self) -> None:
@@ -211,24 +212,25 @@ class GradHooks:
         for key in [key for key in self.owed if key not in in_flight]:
             self.owed.pop(key).run_reduce_hooks()
 
-    def run_behind_autograd(self, shard: Shard) -> None:
-        """Run the hooks of ``shard`` whenever autograd has accumulated a gradient that a replay returned.
+    def _run_when_accumulated(self, shard: Shard) -> None:
+        """Run the hooks of ``shard`` once autograd has accumulated the gradient that it is about to deliver."""
+        self.brought = id(shard)
+        handles = self._handles[id(shard)]
+        if len(handles) == 1:
+            handles.append(shard.watch_accumulation(partial(self._accumulated, shard)))
 
-        If the end of a reduction runs them, this does nothing.
-        """
-        if id(shard) in self.behind_autograd:
+    def _accumulated(self, shard: Shard, _: torch.Tensor) -> None:
+        """Run the hooks of ``shard`` unless autograd brought nothing, or the end of a reduction runs them."""
+        group = shard.weight_group
+        if self.brought != id(shard) or id(shard) in self.owed or id(group) in self.owed:
             return
-
-        def accumulated() -> None:
-            if self.brought != id(shard) or id(shard) in self.owed or id(shard.weight_group) in self.owed:
-                return
-            own = [pending for pending in self._pending if pending.group is shard.weight_group]
-            if not own:
-                shard.run_reduce_hooks()
-            elif all(pending.belated for pending in own):
-                self.owed[id(shard)] = shard
-
-        self.behind_autograd[id(shard)] = shard.watch_accumulation(accumulated)
+        if group in self.done or group in self._summed:
+            return
+        own = [pending for pending in self._pending if pending.group is group]
+        if not own:
+            shard.run_reduce_hooks()
+        elif all(pending.belated for pending in own):
+            self.owed[id(shard)] = shard
 
 
 def chosen_shards(group: WeightGroup) -> Chosen:

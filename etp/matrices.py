@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from etp.collectives.works import WorkLine, free_bytes, reported
+from etp.collectives.works import free_bytes
 from etp.layout import ShardLayout
+from etp.routes import Routes
 
 # Most elements of whole matrices that a rank holds at a time, unless one matrix is larger: 64 MiB of bf16, enough for a
 # collective to run at full speed.
@@ -78,14 +80,11 @@ class GroupMatrices:
     """Computes on whole matrices of shard groups.
 
     Args:
-        timeout_s: seconds to wait for a collective; None uses the process group's timeout.
-        watch: called with the group and a description of each collective once it is enqueued.
+        routes: waits for each collective.
     """
 
-    def __init__(self, timeout_s: float | None, watch: Callable[[dist.ProcessGroup, str], None]) -> None:
-        self._timeout_s = timeout_s
-        self._watch = watch
-        self._line = WorkLine()
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
 
     def on_owners(
         self,
@@ -136,11 +135,8 @@ class GroupMatrices:
         self, sent: torch.Tensor, sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup, label: str
     ) -> torch.Tensor:
         received = sent.new_empty(sum(received_sizes))
-        on_gpu = sent.device.type == "cuda"
-        with reported(label, group):
-            # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
-            work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=group, async_op=not on_gpu)
-            if work is not None:
-                self._line.wait(work, self._timeout_s, keep=not on_gpu)
-        self._watch(group, label)
+        on_cpu = sent.device.type != "cuda"
+        # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
+        exchange = partial(dist.all_to_all_single, received, sent, received_sizes, sizes, group=group, async_op=on_cpu)
+        self._routes.wait_for(exchange, group, label, on_cpu)
         return received

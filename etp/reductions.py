@@ -38,6 +38,7 @@ from etp.group import WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes
 from etp.routes import Routes
+from etp.shard import Shard
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
@@ -72,7 +73,7 @@ class Reductions:
         self._destinations: dict[WeightGroup, Destinations] = {}
         """Destinations of each group's latest reduction, for groups with ``main_grad``."""
         self._largest = 0
-        self.hooks = GradHooks(config, modes, self._pending, self._forget_dropped)
+        self.hooks = GradHooks(config, modes, self._pending, self._local_sums, self._forget_dropped)
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
@@ -115,6 +116,7 @@ class Reductions:
         for pending in self._pending:
             pending.belated = True
         self.hooks.owed.clear()
+        self.hooks.done.clear()
 
     # One group's gradient ------------------------------------------------------------------------------------
 
@@ -202,9 +204,8 @@ class Reductions:
             # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
             self._add_locally(group, padded, chosen)
         else:
-            self._start(group, route, padded, stream, chosen=chosen)
-            if group in self.hooks.watched:
-                self.hooks.used_further.add(group)
+            trained = self._start(group, route, padded, stream, chosen=chosen)
+            self.hooks.used_further[group] = trained[0]
 
     def _add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Reduce the group's full gradients for autograd; see [Note: returned gradients]. Collective.
@@ -226,7 +227,7 @@ class Reductions:
             self._finish_pending()
         if self._modes.now.is_part:
             for shard in trained:
-                self.hooks.run_behind_autograd(shard)
+                self.hooks.replayed.add(id(shard))
         filled = iter(returned)
         return [next(filled) if one else None for one in is_trained]
 
@@ -239,7 +240,8 @@ class Reductions:
         *,
         returned: Destinations | None = None,
         chosen: Chosen = None,
-    ) -> None:
+    ) -> Sequence[Shard]:
+        """Start a reduction; returns the shards that get a gradient."""
         if group.reducing:
             self._finish_pending()
         is_trained = group.trained() if chosen is None else chosen
@@ -265,6 +267,7 @@ class Reductions:
         self._largest = max(self._largest, started.nbytes)
         while len(self._pending) > 1 and self._in_flight > 2 * self._largest:
             self._finish_oldest()
+        return trained
 
     def _recycle(self, kind: BlockKind) -> None:
         """Finish older reductions to reuse a block of this kind, rather than allocate another; never the newest."""
@@ -289,6 +292,7 @@ class Reductions:
 
     def _run_owed_hooks(self) -> None:
         """Run the owed hooks, with the current stream ordered after all finished reductions."""
+        self.hooks.done.clear()
         for ready in self._finished.values():
             ready.wait()
         if self.hooks.owed:
@@ -345,7 +349,8 @@ class Reductions:
 
     def reduce_local_sums(self) -> None:
         """Start reducing the local sums. Collective."""
-        sums, self._local_sums = self._local_sums, {}
+        sums = self._local_sums.copy()
+        self._local_sums.clear()
         for group, (totals, home, expected) in sums.items():
             if not self._was_dropped(group, expected):
                 route = self._routes.of(group)

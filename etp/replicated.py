@@ -20,12 +20,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from etp.collectives.sums import divide
-from etp.collectives.works import WorkLine, free_bytes, reported
+from etp.collectives.works import free_bytes
 from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
 from etp.mode import Modes
 from etp.passes import Passes
 from etp.routes import Routes
+from etp.shard import can_be_trained
 
 
 class ReplicatedGrads:
@@ -33,7 +34,7 @@ class ReplicatedGrads:
 
     Args:
         config: options of the runtime.
-        routes: records, pairs and watches each all-reduce.
+        routes: records, pairs and waits for each all-reduce.
         modes: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
             which delivers them again at every replay.
         passes: notified, at each collected gradient, that a backward pass is under way.
@@ -49,7 +50,6 @@ class ReplicatedGrads:
         """The registered parameters, each with the process group over which its gradient is combined."""
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._collected: dict[nn.Parameter, torch.Tensor] = {}
-        self._line = WorkLine()
 
     def register(self, param: nn.Parameter, group: dist.ProcessGroup, name: str) -> None:
         """Reduce ``param``'s gradients over ``group`` from now on, whenever it is trained."""
@@ -63,7 +63,7 @@ class ReplicatedGrads:
             self._hook(param)
 
     def _hook(self, param: nn.Parameter) -> None:
-        if self._is_last(param) or not (param.requires_grad or _can_be_trained(param)):
+        if self._is_last(param) or not (param.requires_grad or can_be_trained(param)):
             return
         if param in self._hooks:
             self._hooks.pop(param).remove()
@@ -160,17 +160,10 @@ class ReplicatedGrads:
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         label = f"all-reduce of replicated gradients ({span})"
         self._routes.pair(group, flat.device, label, names)
-        with reported(label, group):
-            work = dist.all_reduce(flat, group=group, async_op=True)
-            self._line.wait(work, self._config.timeout_s, keep=flat.device.type == "cpu")
-        self._routes.watch(group, label)
+        reduce = partial(dist.all_reduce, flat, group=group, async_op=True)
+        self._routes.wait_for(reduce, group, label, flat.device.type == "cpu")
         if self._config.grad_reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
-
-
-def _can_be_trained(param: nn.Parameter) -> bool:
-    """Whether a frozen parameter may be trained later: integers, and tensors made in inference mode, never are."""
-    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _accumulates(param: nn.Parameter) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from etp.collectives import direct_transport, select_transport
 from etp.collectives.base import Route, Transport
 from etp.collectives.order import ORDER_LABEL
-from etp.collectives.works import reported
+from etp.collectives.works import WorkLine, reported
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.mode import Mode
@@ -38,6 +38,7 @@ class Routes:
         self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
         self._names: dict[dist.ProcessGroup, str] = {}
         """The name that the ranks of each process group have agreed on for this runtime."""
+        self._line = WorkLine()
         after_optimizer_steps(self, Routes.watch_replays)
 
     def of(self, group: WeightGroup) -> Route:
@@ -46,10 +47,6 @@ class Routes:
         if group.route is None or group.route.device != device:
             group.route = self._routed(group, device)
         return group.route
-
-    def connect(self, group: WeightGroup) -> None:
-        """Make sure that ``group.route`` is set; collective as :meth:`of`."""
-        self.of(group)
 
     def _routed(self, group: WeightGroup, device: torch.device) -> Route:
         route = self._routes.get((group.process_group, device))
@@ -136,8 +133,21 @@ class Routes:
             # On the lane of reductions, which wait for peers too, so that there is one order.
             route.reduce.start(partial(transport.pair, label, members), label=f"pairing of {label}").wait()
 
-    def watch(self, process_group: dist.ProcessGroup, label: str) -> None:
-        """Watch that a just enqueued collective over ``process_group``, outside of its transport, ends in time."""
+    def wait_for(
+        self, collective: Callable[[], dist.Work | None], process_group: dist.ProcessGroup, label: str, on_cpu: bool
+    ) -> None:
+        """Wait for a collective outside of its transport, and watch that it ends in time.
+
+        Args:
+            collective: starts it; returns None if it is enqueued on the calling stream.
+            process_group: its ranks.
+            label: names it in messages.
+            on_cpu: whether its tensors are on the CPU.
+        """
+        with reported(label, process_group):
+            work = collective()
+            if work is not None:
+                self._line.wait(work, self._config.timeout_s, keep=on_cpu)
         transport = self.transports.get(process_group)
         if transport is not None:
             transport.watch(label)

@@ -73,11 +73,9 @@ class EtpRuntime:
         self.passes = Passes(self.groups, self._weights, at_end=self._finish_backward)
         self.reductions = Reductions(self.config, self.routes, self.modes, self.passes)
         self.replicated = ReplicatedGrads(self.config, self.routes, self.modes, self.passes)
-        self.gathers = Gathers(
-            self.config, self.routes, self.modes, self._weights, self.passes, self.reductions.hooks, self.groups
-        )
-        self.scalars = GroupScalars(self.config.timeout_s, self.routes.watch)
-        self.matrices = GroupMatrices(self.config.timeout_s, self.routes.watch)
+        self.gathers = Gathers(self.config, self.routes, self.modes, self._weights, self.passes, self.groups)
+        self.scalars = GroupScalars(self.routes)
+        self.matrices = GroupMatrices(self.routes)
         self.passes.collectors = (self.reductions, self.replicated)
         self.modes.parts = (self.reductions, self.gathers, self.routes, self._weights, self.passes)
         self._hooks: list[RemovableHandle] = []
@@ -136,6 +134,7 @@ class EtpRuntime:
         """Drive one more group. Its parameters must be attached to this runtime."""
         if not any(group is known for known in self.groups):
             self.groups.append(group)
+            self.reductions.hooks.watch(group)
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop driving these groups, because another runtime adopts them.
@@ -260,7 +259,7 @@ class EtpRuntime:
 
     def _is_unpublished(self, group: WeightGroup) -> bool:
         """Whether peers are to read a publication of ``group`` that there is not yet."""
-        self.routes.connect(group)
+        self.routes.of(group)
         group.read_shards(self.passes.number)
         return group.is_published and not group.is_observed(self._weights.stamp)
 

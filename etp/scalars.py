@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from etp.collectives.works import WorkLine, reported
+from etp.routes import Routes
 
 
 class GroupScalars:
     """Combines numbers over shard groups.
 
     Args:
-        timeout_s: seconds to wait for a collective; None uses the process group's timeout.
-        watch: called with the group and a description of each collective once it is enqueued.
+        routes: waits for each collective.
     """
 
-    def __init__(self, timeout_s: float | None, watch: Callable[[dist.ProcessGroup, str], None]) -> None:
-        self._timeout_s = timeout_s
-        self._watch = watch
-        self._line = WorkLine()
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
 
     def norms(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, norm_type: float) -> list[torch.Tensor]:
         """Norms of tensors that are distributed over the ranks of ``group``, equal on all of them. Collective.
@@ -50,10 +48,8 @@ class GroupScalars:
         """All-gather ``own``, ``[n]``, over ``group`` into ``[ranks, n]``. Collective."""
         size = dist.get_world_size(group)
         everyone = own.new_empty(size * own.numel())
-        with reported(label, group):
-            work = dist.all_gather_into_tensor(everyone, own.contiguous(), group=group, async_op=True)
-            self._line.wait(work, self._timeout_s, keep=own.device.type == "cpu")
-        self._watch(group, label)
+        gather = partial(dist.all_gather_into_tensor, everyone, own.contiguous(), group=group, async_op=True)
+        self._routes.wait_for(gather, group, label, own.device.type == "cpu")
         return everyone.view(size, own.numel())
 
     def spread(self, flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -64,7 +60,5 @@ class GroupScalars:
         """
         label = "all-reduce of the overflow flag"
         for group in groups:
-            with reported(label, group):
-                work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
-                self._line.wait(work, self._timeout_s, keep=flag.device.type == "cpu")
-            self._watch(group, label)
+            reduce = partial(dist.all_reduce, flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._routes.wait_for(reduce, group, label, flag.device.type == "cpu")

@@ -219,21 +219,20 @@ class Shard(OneOfMany, torch.nn.Parameter):
 
         Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
         ``etp/grad_hooks.py``. ``done`` receives the gradient that autograd itself brings, usually None. It returns a
-        replacement, or None to keep that gradient.
+        replacement, or None to keep that gradient. The shard may be frozen.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            is_trained = needs_grad(self)
+            # A frozen tensor accepts no hook.
+            torch.Tensor.requires_grad_(self, True)
             handle: RemovableHandle = torch.Tensor.register_hook(self, done)
+            torch.Tensor.requires_grad_(self, is_trained)
         return handle
 
-    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
-        """Call ``done`` whenever autograd itself has accumulated a gradient, as it does for graphed callables."""
-
-        def accumulated(param: torch.Tensor) -> None:
-            del param
-            done()
-
+    def watch_accumulation(self, done: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call ``done`` with this shard whenever autograd has visited its node, even if it has brought no gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(self, accumulated)
+            handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(self, done)
         return handle
 
     def run_reduce_hooks(self) -> None:
@@ -245,6 +244,11 @@ class Shard(OneOfMany, torch.nn.Parameter):
 
     # Implemented in C, unlike Tensor's: a dictionary of parameters calls it at every access.
     __hash__ = object.__hash__
+
+
+def can_be_trained(param: torch.Tensor) -> bool:
+    """Whether a frozen parameter may be trained later: integers, and tensors made in inference mode, never are."""
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def own_rank(group: dist.ProcessGroup) -> int:

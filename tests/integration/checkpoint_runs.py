@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import megatron_patches
 from tests.integration.megatron_run import train
@@ -101,7 +102,9 @@ def run_refused(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple
     return seen[0]
 
 
-def run_on_a_full_disk(rank: int, world_size: int, arguments: tuple[str, ...], full: int) -> tuple[list[float], str]:
+def run_on_a_full_disk(
+    rank: int, world_size: int, arguments: tuple[str, ...], full: int, index_only: bool
+) -> tuple[list[float], str]:
     """Train with flags that save often; the disk of one rank becomes full behind the first save.
 
     Args:
@@ -109,6 +112,7 @@ def run_on_a_full_disk(rank: int, world_size: int, arguments: tuple[str, ...], f
         world_size: ranks.
         arguments: the flags.
         full: that rank.
+        index_only: whether its parts find room, and only what it writes of the index does not.
 
     Returns:
         the losses until then, and the error's class and text.
@@ -118,13 +122,19 @@ def run_on_a_full_disk(rank: int, world_size: int, arguments: tuple[str, ...], f
     megatron_patches.apply()
     save, step = training.save_checkpoint, training.train_step
     saved: list[int] = []
+    writer: Any = FileSystemWriter
+    finish = writer.finish
     losses: list[float] = []
 
     def limited_save(iteration: int, *args: Any, **kwargs: Any) -> Any:
         saved.append(iteration)
         is_full = rank == full and len(saved) > 1
-        with files_of(MOST_OF_A_FULL_DISK) if is_full else contextlib.nullcontext():
+        with files_of(MOST_OF_A_FULL_DISK) if is_full and not index_only else contextlib.nullcontext():
             return save(iteration, *args, **kwargs)
+
+    def limited_finish(*args: Any) -> None:
+        with files_of(100) if rank == full and len(saved) > 1 and index_only else contextlib.nullcontext():
+            finish(*args)
 
     def recording_step(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
@@ -132,12 +142,14 @@ def run_on_a_full_disk(rank: int, world_size: int, arguments: tuple[str, ...], f
         return result
 
     training.save_checkpoint, training.train_step = limited_save, recording_step
+    writer.finish = limited_finish
     try:
         train(rank, world_size, arguments)
     except BaseException as error:  # noqa: BLE001 - of whatever class it is
         return losses, f"{type(error).__name__}: {error}"
     finally:
         training.save_checkpoint, training.train_step = save, step
+        writer.finish = finish
     return losses, ""
 
 

@@ -305,15 +305,17 @@ def test_optimizer_state_without_a_group_of_this_run_is_refused(megatron: Megatr
         assert unchanged
 
 
-@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize(("full", "what"), [(0, "its part"), (1, "its part"), (0, "the index")])
 def test_a_full_disk_is_named_by_all_ranks_and_leaves_the_checkpoint_before_it(
-    megatron: MegatronPool, tmp_path: Path, full: int
+    megatron: MegatronPool, tmp_path: Path, full: int, what: str
 ) -> None:
     common = f"{SCHEDULE} {LLAMA} {DISTRIBUTED} --etp-size 2 {PAD}"
     arguments = f"{common} --save {tmp_path} --save-interval 2"
-    answers = megatron.run(checkpoint_runs.run_on_a_full_disk, 2, 240.0, (tuple(arguments.split()), full))
+    answers = megatron.run(
+        checkpoint_runs.run_on_a_full_disk, 2, 240.0, (tuple(arguments.split()), full, what == "the index")
+    )
     expected = (
-        rf"CheckpointNotWrittenError: checkpoint {tmp_path}/iter_0000004: rank {full} on \S+ could not write its part, "
+        rf"CheckpointNotWrittenError: checkpoint {tmp_path}/iter_0000004: rank {full} on \S+ could not write {what}, "
         rf"and [\d.]+ \w+ are free there; its log has the error. Make room, and go on from a whole checkpoint with "
         rf"--load {tmp_path}"
     )

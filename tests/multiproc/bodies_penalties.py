@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -120,10 +122,7 @@ def penalties_beside_captures(rank: int, world_size: int, mean: bool) -> dict[st
         compare(f"layer alone {when}", weight.grad, wanted(of_layer))
         _penalty(weight).backward()
         (model(x).square().sum() + _penalty(weight)).backward()
-        # Hooks are told of reductions, of which the first pass has none.
-        compare(
-            f"penalty alone, then with a layer {when}", weight.grad, wanted(of_penalty, of_layer, of_penalty), len(ran)
-        )
+        compare(f"penalty, then a layer too {when}", weight.grad, wanted(of_penalty, of_layer, of_penalty), hooks=2)
         (grad,) = torch.autograd.grad(model(x).square().sum() + _penalty(weight), [weight])
         compare(f"grad {when}", grad, wanted(of_layer, of_penalty), hooks=0)
         (grad,) = torch.autograd.grad(model(x).square().sum(), [weight])
@@ -324,3 +323,64 @@ def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     if not bool(mine.isfinite().all()):
         return float("inf")
     return float(((mine - theirs).abs() / theirs.abs().clamp(min=0.1)).max()) if mine.numel() else 0.0
+
+
+def penalties_without_a_layer(rank: int, world_size: int, once: bool) -> dict[str, list[str]]:
+    """Hooks that run in each of several backward passes; weights were never gathered before the first ones.
+
+    The hooks are compared with those of unsharded weights, and so are the gradients that they see of penalties alone.
+    """
+    torch.manual_seed(0)
+    whole, model = (nn.Sequential(*(nn.Linear(SIDE, 5) for _ in range(2))).to(device()) for _ in range(2))
+    model.load_state_dict(whole.state_dict())
+    config = etp.EtpConfig(pad_for_alignment=4, grad_reduction=etp.GradReduction.SUM, reduce_once_per_iteration=once)
+    model[1].weight.requires_grad_(False)
+    etp.shard_module(model, dist.group.WORLD, config=config)
+    model[1].weight.requires_grad_(True)
+    seen: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {whole: [], model: []}
+
+    def note(module: nn.Module, name: str, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        seen[module].append((name, param.grad.clone()))
+
+    for module in seen:
+        for name in ("0.weight", "1.weight"):
+            module.get_parameter(name).register_post_accumulate_grad_hook(partial(note, module, name))
+    answers: dict[str, list[str]] = {}
+    x = _input(rank).requires_grad_()
+
+    def penalties(names: Sequence[str], module: nn.Module) -> torch.Tensor:
+        return torch.stack([torch.exp(module.get_parameter(name)).sum() for name in names]).sum()
+
+    def differentiate(name: str, loss: Callable[[Any], torch.Tensor], alone: bool = False) -> None:
+        for module in seen:
+            module.zero_grad()
+            loss(module).backward()
+        etp.wait_async_comms(model)
+        expected, found = (sorted(pairs, key=itemgetter(0)) for pairs in seen.values())
+        answers[name] = [name for name, _ in found]
+        assert answers[name] == [name for name, _ in expected]
+        for (_, grad), (_, wanted) in zip(found, expected, strict=True) if alone else ():
+            padded = torch.cat([wanted, torch.zeros(3, SIDE, device=device())])
+            torch.testing.assert_close(torch.Tensor(grad), padded.chunk(world_size)[rank] * world_size)
+        for pairs in seen.values():
+            pairs.clear()
+
+    def used_twice(module: Any) -> torch.Tensor:
+        both: torch.Tensor = module[0](x).sum() + module[0](2 * x).sum()
+        return both + penalties(["0.weight", "1.weight"], module)
+
+    def recomputed(module: Any) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(module[0], x, use_reentrant=True)
+        return result.sum() + penalties(["0.weight"], module)
+
+    for names in (["0.weight"], ["1.weight"], ["0.weight", "1.weight"]):
+        differentiate(f"penalties of {', '.join(names)}", partial(penalties, names), True)
+    weight = model.get_parameter("0.weight")
+    torch.autograd.grad(penalties(["0.weight"], model), [weight])
+    assert not seen[model]
+    differentiate("a layer", lambda module: module[0](x).sum())
+    differentiate("used twice beside penalties", used_twice)
+    differentiate("recomputed beside a penalty", recomputed)
+    differentiate("penalty behind a layer", partial(penalties, ["0.weight"]), True)
+    return answers

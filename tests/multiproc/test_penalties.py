@@ -47,3 +47,17 @@ def test_padding_counts_in_no_term(ranks: int, mean: bool) -> None:
         assert len(answers) == 7
         wrong = {name: found for name, found in answers.items() if found[2] or max(found) > 1e-5}
         assert wrong == {}
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_hooks_run_with_penalties_as_without_sharding_even_before_a_layer_is_used(once: bool) -> None:
+    for ran in run_distributed(bodies.penalties_without_a_layer, 2, args=(once,)):
+        assert ran == {
+            "penalties of 0.weight": ["0.weight"],
+            "penalties of 1.weight": ["1.weight"],
+            "penalties of 0.weight, 1.weight": ["0.weight", "1.weight"],
+            "a layer": ["0.weight"],
+            "used twice beside penalties": ["0.weight", "1.weight"],
+            "recomputed beside a penalty": ["0.weight", "0.weight"],  # autograd adds to it twice
+            "penalty behind a layer": ["0.weight"],
+        }

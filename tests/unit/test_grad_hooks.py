@@ -50,13 +50,13 @@ class Pending:
 class Noting(GradHooks):
     """Notes the gradients that autograd itself brings, and leaves them as they are."""
 
-    def __init__(self, *parts: Any, noted: list[tuple[str, torch.Tensor | None]]) -> None:
+    def __init__(self, *parts: Any, noted: list[tuple[str, torch.Tensor]]) -> None:
         super().__init__(*parts)
         self._noted = noted
 
-    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def _beside(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         self._noted.append((shard.fqn, grad))
-        self.brought = None if grad is None else id(shard)
+        self._run_when_accumulated(shard)
         return grad
 
 
@@ -65,11 +65,11 @@ class Case:
 
     def __init__(self, world: dist.ProcessGroup, *names: str) -> None:
         self.ran: list[str] = []
-        self.brought: list[tuple[str, torch.Tensor | None]] = []
+        self.brought: list[tuple[str, torch.Tensor]] = []
         self.pending: list[Pending] = []
         self.modes = Modes(EtpConfig())
         pending = cast("list[PendingReduction]", self.pending)
-        self.hooks = Noting(EtpConfig(), self.modes, pending, lambda _: None, noted=self.brought)
+        self.hooks = Noting(EtpConfig(), self.modes, pending, (), lambda _: None, noted=self.brought)
         self.shards = [shard_named(name) for name in names]
         for shard in self.shards:
             shard.register_post_accumulate_grad_hook(lambda param: self.ran.append(cast("Shard", param).fqn))
@@ -79,7 +79,7 @@ class Case:
 
     def start(self) -> None:
         """A reduction is started at a use."""
-        self.hooks.used_further.add(self.group)
+        self.hooks.used_further[self.group] = next(shard for shard in self.shards if shard.requires_grad)
 
     def end(self, *which: int, run_hooks: bool = True) -> None:
         """A reduction of these shards ends, or of all."""
@@ -101,6 +101,7 @@ class Case:
         """What has run when the pass has ended; forgotten by the next call."""
         self.hooks.used_further.clear()
         self.hooks.run_owed()
+        self.hooks.done.clear()
         ran, self.ran = self.ran, []
         return ran
 
@@ -210,39 +211,35 @@ def test_the_first_trained_shard_tells_of_its_group_and_all_tell_what_autograd_b
     world: dist.ProcessGroup,
 ) -> None:
     case = Case(world, "a", "b")
-    assert case.hooks.watched == {case.group: case.shards[0]}
     case.start()
     (case.shards[1] * 3).sum().backward()
-    assert case.hooks.used_further == {case.group}
+    assert case.hooks.used_further == {case.group: case.shards[0]}
     (case.shards[0] * 3).sum().backward()
-    assert case.hooks.used_further == set()
+    assert case.hooks.used_further == {}
     assert [name for name, _ in case.brought] == ["b", "a"]
-    assert all(grad is not None and torch.equal(grad, torch.full_like(grad, 3.0)) for _, grad in case.brought)
+    assert all(torch.equal(grad, torch.full_like(grad, 3.0)) for _, grad in case.brought)
 
 
-def test_a_frozen_shard_tells_nothing(world: dist.ProcessGroup) -> None:
+def test_a_frozen_shard_is_watched_too_and_stays_frozen(world: dist.ProcessGroup) -> None:
     case = Case(world, "a")
     group = WeightGroup([shard_named("frozen", requires_grad=False), shard_named("trained")], world)
-    case.hooks.watch(group)
-    assert case.hooks.watched[group] is group.shards[1]
-    assert group not in case.hooks.wholly_watched
+    for _ in range(2):
+        case.hooks.watch(group)
+    assert [shard.requires_grad for shard in group.shards] == [False, True]
     group.shards[0].requires_grad_(True)
-    case.hooks.watch(group)
-    assert case.hooks.watched[group] is group.shards[1]
-    assert group in case.hooks.wholly_watched
     torch.stack([(shard * 2).sum() for shard in group.shards]).sum().backward()
     assert sorted(name for name, _ in case.brought) == ["frozen", "trained"]
 
 
 def test_what_was_released_is_watched_no_more(world: dist.ProcessGroup) -> None:
     case = Case(world, "a")
-    case.hooks.run_behind_autograd(case.shards[0])
+    case.hooks.replayed.add(id(case.shards[0]))
     case.hooks.release([case.group])
     case.start()
     case.differentiate(lambda: None)
     (case.shards[0] * 3).sum().backward()
-    assert case.hooks.used_further == {case.group}
-    assert case.hooks.watched == {}
+    assert case.hooks.used_further == {case.group: case.shards[0]}
+    assert case.hooks.replayed == set()
     assert case.brought == []
     assert case.ran == []
 
@@ -251,3 +248,15 @@ def test_only_the_error_of_autograd_grad_is_taken_for_an_answer(world: dist.Proc
     (shard,) = Case(world, "a").shards
     with pytest.raises(RuntimeError, match="backward"):
         returned_by_autograd(shard)
+
+
+def test_a_gradient_of_autograds_own_runs_hooks_unless_the_end_of_a_reduction_has_run_them_in_this_pass(
+    world: dist.ProcessGroup,
+) -> None:
+    case = Case(world, "a", "b")
+    case.differentiate(case.start)
+    case.end()
+    (case.shards[1] * 3).sum().backward()
+    assert case.end_pass() == ["group", "a", "b"]
+    (case.shards[1] * 3).sum().backward()
+    assert case.end_pass() == ["b"]
