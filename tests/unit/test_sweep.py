@@ -105,7 +105,7 @@ def test_flags_of_a_model_are_those_of_refit_flags(tmp_path: Path, config: dict[
     ("changes", "sequence", "message"),
     [
         ({"sliding_window": 8}, 64, r"Megatron cannot build this LlamaForCausalLM: .*\(sliding_window 8\)"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64, "cannot build .* scaled by .*yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, 64, "cannot build .* scaled by .*longrope"),
         ({}, 65, "--sequence is 65, and the model's max_position_embeddings is 64"),
     ],
 )
