@@ -1,12 +1,15 @@
-# A vLLM server that obeys trainers which show its secret. Never built yet.
+# A vLLM server that obeys trainers which show its secret.
 #
 #   docker build --file docker/server.Dockerfile --tag etp-server .
 #   docker run --gpus all --ipc host --network host --volume "$HOME/.config/megatron-etp:/root/.config/megatron-etp" \
 #       etp-server --model MODEL
 #
 # The volume shares the secret with a trainer of the same user: docs/live_refit.md, "Who may push".
-ARG VLLM=0.32.0
-FROM vllm/vllm-openai:v${VLLM}
+#
+# Every step has been built with buildah on Debian 12 with Python 3.12 in place of BASE; with vLLM's image, nothing has
+# run. tests/packaging/test_docker.py compares files and the command with the repository's.
+ARG BASE=vllm/vllm-openai:v0.32.0
+FROM ${BASE}
 
 WORKDIR /opt/etp
 COPY setup.py pyproject.toml README.md LICENSE ./

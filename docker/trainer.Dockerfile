@@ -1,10 +1,14 @@
-# A trainer with Megatron and Transformer Engine, for NVIDIA GPUs. Never built yet.
+# A trainer with Megatron and Transformer Engine, for NVIDIA GPUs.
 #
 #   docker build --file docker/trainer.Dockerfile --tag etp-trainer .
 #   docker run --gpus all --ipc host --network host etp-trainer \
 #       torchrun --nproc-per-node 2 -m megatron_patches examples/pretrain_gpt.py ... --etp-size 2
 #
 # Transformer Engine is compiled, which takes about half an hour, with the CUDA 13 of the image.
+#
+# Every step has been built with buildah on Debian 12 in place of BASE, without the extra "te": compiling Transformer
+# Engine has not been tried here, and the image has not run on a GPU. tests/packaging/test_docker.py compares files and
+# extras with the repository's.
 ARG BASE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 FROM ${BASE}
 

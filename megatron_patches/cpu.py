@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import os
+import queue
 import re
 import sys
 import types
@@ -86,7 +87,7 @@ _INAPPLICABLE = (
 
 
 def silence_inapplicable_warnings() -> None:
-    """Suppress warnings about what a CPU run does not use, also in processes that this one spawns."""
+    """Suppress warnings about what a CPU run does not use; those of ``warnings`` also in processes that it spawns."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     for beginning in _INAPPLICABLE:
         warnings.filterwarnings("ignore", re.escape(beginning))
@@ -365,6 +366,12 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             sha256="8a9af5c2888a9947",
         ),
         PatchRecord(
+            target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+            replace=_queue_in_process,
+            reason="it spawns a process that imports the script and Megatron anew; without --async-save, threads write",
+            sha256="fe7322bffa193a02",
+        ),
+        PatchRecord(
             target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
             replace=with_adam_state,
             reason="without TE and apex it reads the step from Adam's state, which is empty before the first step",
@@ -396,6 +403,13 @@ def _attention_with_widths(original: Callable[..., None]) -> Callable[..., None]
         original(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return replacement
+
+
+def _queue_in_process(_original: object) -> Callable[..., queue.Queue[object]]:
+    def replacement(*_args: object, **_kwargs: object) -> queue.Queue[object]:
+        return queue.Queue()
 
     return replacement
 

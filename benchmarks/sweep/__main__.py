@@ -5,9 +5,9 @@
     python -m benchmarks.sweep --model config.json --gpus 8 --global-batch-size 64 --memory-gib 80 --predict-only
     python -m benchmarks.sweep --model config.json --gpus 8 --global-batch-size 64 --state sweep.jsonl --plot sweep.png
 
-Every layout is predicted: whether it fits, by a memory model, and how long a step takes. The best few are then run for
-a few steps on this machine, and shown with what was predicted and the command line to paste; the first one that ends
-well tells how fast the GPU's arithmetic is. docs/sweep.md has the formulas.
+Every configuration is predicted: whether it fits, by a memory model, and how long a step takes. The best few are then
+run for a few steps on this machine, and shown with what was predicted and the command line to paste; the first one that
+ends well tells how fast the GPU's arithmetic is. docs/sweep.md has the formulas.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.say_failures(sweep.candidates, console)
     best = report.best(sweep.candidates) or (sweep.candidates[0] if options.predict_only else None)
     if best is not None:
-        console.print(f"\nfastest: {best.layout}\n", markup=False)
+        console.print(f"\nfastest: {best.parallel}\n", markup=False)
         sys.stdout.write(best.command + "\n")
     if options.json is not None:
         content = report.as_json(sweep.candidates, sweep.machine, vars(options))

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command_line import existing_file
-from benchmarks.sweep.layouts import Layout
+from benchmarks.sweep.configurations import ParallelConfiguration
 from benchmarks.sweep.memory import Training, needed, resident
 from benchmarks.sweep.model import Model
 from benchmarks.sweep.step_time import Machine, calibrated, step_seconds
@@ -41,7 +41,7 @@ class Row:
         system: of :data:`benchmarks.train_shapes.SYSTEMS`.
         microbatches: of a step, on a GPU.
         model: the model.
-        layout: what the system is.
+        parallel: what the system is.
         training: forward and backward, without optimizer, with gradients in bf16.
         held_gib: measured between two steps, symmetric memory included.
         peak_gib: measured within a step, symmetric memory included.
@@ -52,7 +52,7 @@ class Row:
     system: str
     microbatches: int
     model: Model
-    layout: Layout
+    parallel: ParallelConfiguration
     training: Training
     held_gib: float
     peak_gib: float
@@ -60,13 +60,13 @@ class Row:
 
     def predicted_gib(self) -> tuple[float, float]:
         """Predicted GiB between two steps, and within one."""
-        held = resident(self.model, self.layout, 0, self.training)
-        peak = needed(self.model, self.layout, self.training)
+        held = resident(self.model, self.parallel, 0, self.training)
+        peak = needed(self.model, self.parallel, self.training)
         return sum(held.values()) / GIB, sum(peak.values()) / GIB
 
     def predicted_s(self, machine: Machine) -> float:
         """Predicted seconds of a step."""
-        return step_seconds(self.model, self.layout, self.training, machine).total()
+        return step_seconds(self.model, self.parallel, self.training, machine).total()
 
 
 def rows(paths: Iterable[Path]) -> Iterator[Row]:
@@ -91,7 +91,7 @@ def _row(report: str, content: dict[str, Any], result: dict[str, Any]) -> Row:
     system, gpus, shape = result["system"], content["gpus"], Shape(**content["shape"])
     cut = shards(system, gpus)
     etp = cut if system.startswith("etp") else 1
-    layout = Layout(
+    parallel = ParallelConfiguration(
         gpus=1 if system == "none" else gpus,
         tp=cut if system == "tp" else 1,
         ep=expert_parallel(system, gpus),
@@ -100,7 +100,7 @@ def _row(report: str, content: dict[str, Any], result: dict[str, Any]) -> Row:
     )
     training = Training(
         # All GPUs of a tensor-parallel group work on a microbatch, and a step has as many more.
-        result["microbatches"] * layout.gpus,
+        result["microbatches"] * parallel.gpus,
         grad_bytes=2,
         optimizer=False,
         precision=content["options"].get("precision") or "bf16",
@@ -114,7 +114,7 @@ def _row(report: str, content: dict[str, Any], result: dict[str, Any]) -> Row:
         system,
         result["microbatches"],
         model,
-        layout,
+        parallel,
         training,
         result["allocated_gib"] + other,
         result["peak_gib"] + other,

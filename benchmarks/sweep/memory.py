@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.sweep.layouts import Layout
+from benchmarks.sweep.configurations import ParallelConfiguration
 from benchmarks.sweep.model import Model
 from benchmarks.train_shapes import WEIGHT_BYTES, Cut, Held, held
 
@@ -20,7 +20,7 @@ _LOGIT_BYTES = 6  # bf16 and, for the loss, fp32
 
 @dataclass(frozen=True)
 class Training:
-    """What does not depend on the layout.
+    """What does not depend on the configuration.
 
     Attributes:
         global_batch: sequences of a step.
@@ -39,59 +39,59 @@ class Training:
     prefetch_depth: int = 1
 
 
-def padded_vocabulary(model: Model, layout: Layout) -> int:
+def padded_vocabulary(model: Model, parallel: ParallelConfiguration) -> int:
     """Rows of the embedding, all tensor-parallel ranks together."""
-    unit = _VOCABULARY_MULTIPLE * layout.tp
+    unit = _VOCABULARY_MULTIPLE * parallel.tp
     return -(-model.shape.vocabulary // unit) * unit
 
 
-def stage_weights(model: Model, layout: Layout, stage: int) -> list[tuple[int, int, int]]:
+def stage_weights(model: Model, parallel: ParallelConfiguration, stage: int) -> list[tuple[int, int, int]]:
     """Number, rows and columns of every dense matrix on a rank of a pipeline stage, before ETP cuts it."""
-    shape, tp = model.shape, layout.tp
+    shape, tp = model.shape, parallel.tp
     attention = [
         (1, model.qkv_rows() // tp, shape.hidden),
         (1, shape.hidden, shape.heads * shape.head_elements() // tp),
     ]
     mlp = [] if shape.experts else [(1, 2 * shape.ffn // tp, shape.hidden), (1, shape.hidden, shape.ffn // tp)]
-    ends = _ends(model, layout)
-    first, last = stage == 0, stage == layout.pp - 1
+    ends = _ends(model, parallel)
+    first, last = stage == 0, stage == parallel.pp - 1
     found = [ends] if first else []
-    found += (attention + mlp) * (shape.layers // layout.pp)
+    found += (attention + mlp) * (shape.layers // parallel.pp)
     # A model whose output is the embedding keeps a second one where the last stage is not the first.
     return [*found, ends] if last and not (first and model.tied) else found
 
 
-def stage_experts(model: Model, layout: Layout) -> list[tuple[int, int, int]]:
+def stage_experts(model: Model, parallel: ParallelConfiguration) -> list[tuple[int, int, int]]:
     """Number, rows and columns of the experts' matrices on a rank: a layer's FC1 are one group, its FC2 another."""
     shape = model.shape
     if not shape.experts:
         return []
-    local = shape.experts // layout.ep
-    return [(local, 2 * shape.ffn, shape.hidden), (local, shape.hidden, shape.ffn)] * (shape.layers // layout.pp)
+    local = shape.experts // parallel.ep
+    return [(local, 2 * shape.ffn, shape.hidden), (local, shape.hidden, shape.ffn)] * (shape.layers // parallel.pp)
 
 
-def stage_replicated(model: Model, layout: Layout, stage: int) -> int:
+def stage_replicated(model: Model, parallel: ParallelConfiguration, stage: int) -> int:
     """Elements that ETP does not cut: norms, routers, and this rank's part of the biases."""
-    bias = model.qkv_rows() // layout.tp if model.qkv_bias else 0
-    last = model.shape.hidden if stage == layout.pp - 1 else 0
-    return model.shape.layers // layout.pp * (model.layer_replicated() + bias) + last
+    bias = model.qkv_rows() // parallel.tp if model.qkv_bias else 0
+    last = model.shape.hidden if stage == parallel.pp - 1 else 0
+    return model.shape.layers // parallel.pp * (model.layer_replicated() + bias) + last
 
 
-def stage_held(model: Model, layout: Layout, stage: int, training: Training) -> Held:
+def stage_held(model: Model, parallel: ParallelConfiguration, stage: int, training: Training) -> Held:
     """Shards, slots and rings of a rank of a stage."""
-    cut = Cut(layout.etp, layout.expert_etp, training.transport, training.prefetch_depth, training.precision)
-    return held(stage_weights(model, layout, stage), stage_experts(model, layout), _ends(model, layout), cut)
+    cut = Cut(parallel.etp, parallel.expert_etp, training.transport, training.prefetch_depth, training.precision)
+    return held(stage_weights(model, parallel, stage), stage_experts(model, parallel), _ends(model, parallel), cut)
 
 
-def resident(model: Model, layout: Layout, stage: int, training: Training) -> dict[str, int]:
+def resident(model: Model, parallel: ParallelConfiguration, stage: int, training: Training) -> dict[str, int]:
     """Bytes that a rank of a stage holds between two steps, by purpose.
 
     The distributed optimizer shards a weight's states over the weight's replicas. Each ETP rank has all states of what
     ETP does not cut.
     """
-    found, whole = stage_held(model, layout, stage, training), stage_replicated(model, layout, stage)
+    found, whole = stage_held(model, parallel, stage, training), stage_replicated(model, parallel, stage)
     elements = found.dense + found.experts + whole
-    states = (found.dense + whole) / layout.replicas + found.experts / layout.expert_replicas
+    states = (found.dense + whole) / parallel.replicas + found.experts / parallel.expert_replicas
     sizes = {
         "weights": elements * WEIGHT_BYTES,
         "gradients": elements * training.grad_bytes,
@@ -103,7 +103,7 @@ def resident(model: Model, layout: Layout, stage: int, training: Training) -> di
     return {purpose: nbytes for purpose, nbytes in sizes.items() if nbytes}
 
 
-def layer_activations(model: Model, layout: Layout, precision: str = "bf16") -> int:
+def layer_activations(model: Model, parallel: ParallelConfiguration, precision: str = "bf16") -> int:
     """Bytes of one layer's activations that one microbatch keeps for its backward pass.
 
     With Transformer Engine's layers and flash attention: the inputs and outputs of both norms, QKV, the output of
@@ -126,10 +126,10 @@ def layer_activations(model: Model, layout: Layout, precision: str = "bf16") -> 
     else:
         norms_out = 2 * shape.hidden * fp8
     per_token = norms_in + norms_out + attention + mlp
-    return round(per_token * layout.micro_batch * shape.sequence / (layout.tp * layout.cp))
+    return round(per_token * parallel.micro_batch * shape.sequence / (parallel.tp * parallel.cp))
 
 
-def step_adds(model: Model, layout: Layout, stage: int, training: Training) -> dict[str, int]:
+def step_adds(model: Model, parallel: ParallelConfiguration, stage: int, training: Training) -> dict[str, int]:
     """Bytes that a step adds to :func:`resident` at its peak on a rank of a stage, by purpose.
 
     The peak is at the loss, or where a layer's weight gradients have been computed and not yet been added or sent:
@@ -138,20 +138,20 @@ def step_adds(model: Model, layout: Layout, stage: int, training: Training) -> d
     have one more on its way.
     """
     shape = model.shape
-    microbatches = layout.microbatches(training.global_batch)
-    tokens = layout.micro_batch * shape.sequence // layout.cp
-    inputs = tokens * shape.hidden * WEIGHT_BYTES // layout.tp
-    one = layer_activations(model, layout, training.precision)
-    layers = shape.layers // layout.pp
-    in_flight = min(layout.pp - stage, microbatches)
-    kept = layers * (inputs if layout.recompute else one) * in_flight + (one if layout.recompute else 0)
+    microbatches = parallel.microbatches(training.global_batch)
+    tokens = parallel.micro_batch * shape.sequence // parallel.cp
+    inputs = tokens * shape.hidden * WEIGHT_BYTES // parallel.tp
+    one = layer_activations(model, parallel, training.precision)
+    layers = shape.layers // parallel.pp
+    in_flight = min(parallel.pp - stage, microbatches)
+    kept = layers * (inputs if parallel.recompute else one) * in_flight + (one if parallel.recompute else 0)
     logits = 0
-    if stage == layout.pp - 1:
+    if stage == parallel.pp - 1:
         kept += 2 * inputs  # of the last norm and of the output layer
-        logits = tokens * padded_vocabulary(model, layout) // layout.tp * _LOGIT_BYTES
-    groups = stage_weights(model, layout, stage) + stage_experts(model, layout)
+        logits = tokens * padded_vocabulary(model, parallel) // parallel.tp * _LOGIT_BYTES
+    groups = stage_weights(model, parallel, stage) + stage_experts(model, parallel)
     largest, group = max((count * rows * columns * WEIGHT_BYTES, count) for count, rows, columns in groups)
-    etp = layout.etp * layout.expert_etp > 1
+    etp = parallel.etp * parallel.expert_etp > 1
     waiting = 1 if not etp else 2 if training.transport == "copy_engine" else 4 if group > 1 else 3
     sizes = {"activations": kept, "logits or gradients": max(logits, waiting * largest)}
     if etp and microbatches > 1:
@@ -159,14 +159,14 @@ def step_adds(model: Model, layout: Layout, stage: int, training: Training) -> d
     return sizes
 
 
-def needed(model: Model, layout: Layout, training: Training) -> dict[str, int]:
+def needed(model: Model, parallel: ParallelConfiguration, training: Training) -> dict[str, int]:
     """Bytes at the peak of a step on the stage that needs most, by purpose."""
     stages = (
-        resident(model, layout, stage, training) | step_adds(model, layout, stage, training)
-        for stage in {0, layout.pp // 2, layout.pp - 1}
+        resident(model, parallel, stage, training) | step_adds(model, parallel, stage, training)
+        for stage in {0, parallel.pp // 2, parallel.pp - 1}
     )
     return max(stages, key=lambda sizes: sum(sizes.values()))
 
 
-def _ends(model: Model, layout: Layout) -> tuple[int, int, int]:
-    return 1, padded_vocabulary(model, layout) // layout.tp, model.shape.hidden
+def _ends(model: Model, parallel: ParallelConfiguration) -> tuple[int, int, int]:
+    return 1, padded_vocabulary(model, parallel) // parallel.tp, model.shape.hidden

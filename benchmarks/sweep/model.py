@@ -18,7 +18,7 @@ class Model:
     """A decoder with grouped-query attention and a gated MLP or experts in every layer.
 
     Attributes:
-        shape: its matrices; the microbatch is that of a layout, see :meth:`microbatch`.
+        shape: its matrices; the microbatch is that of a configuration, see :meth:`microbatch`.
         tied: whether the output layer is the embedding.
         qkv_bias: bias on query, key and value.
         qk_norm: RMSNorm over each head of query and key.

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.sweep.layouts import Layout
+from benchmarks.sweep.configurations import ParallelConfiguration
 from benchmarks.sweep.memory import Training
 from benchmarks.sweep.model import Model
 from benchmarks.sweep.runs import Outcome, Status
@@ -21,17 +21,17 @@ from benchmarks.train_shapes import GIB
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits.
+    """A configuration that fits.
 
     Attributes:
-        layout: its sizes.
+        parallel: its sizes.
         memory: bytes at a step's peak on the fullest rank, by purpose.
         seconds: predicted, of a step.
         command: the command line that trains so.
         outcome: of its run, if it was run.
     """
 
-    layout: Layout
+    parallel: ParallelConfiguration
     memory: Mapping[str, int]
     seconds: Seconds
     command: str
@@ -44,20 +44,20 @@ class Candidate:
 
     def timed_on(self, machine: Machine, model: Model, training: Training) -> Candidate:
         """This candidate with its seconds predicted for ``machine``."""
-        return replace(self, seconds=step_seconds(model, self.layout, training, machine))
+        return replace(self, seconds=step_seconds(model, self.parallel, training, machine))
 
 
 def predictions(candidates: Sequence[Candidate], model: Model, training: Training, title: str) -> Table:
-    """The fastest layouts, as predicted."""
+    """The fastest configurations, as predicted."""
     table = Table(title=title)
     table.add_column("parallel", no_wrap=True)
     for column in ("GiB", "ms", "tokens/s/GPU", "compute"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in candidates:
         seconds = one.seconds.total()
-        speed = tokens_per_second(model, one.layout, training, seconds)
+        speed = tokens_per_second(model, one.parallel, training, seconds)
         table.add_row(
-            str(one.layout), _gib(one.gib), _ms(seconds), f"{speed:.0f}", f"{one.seconds.compute / seconds:.0%}"
+            str(one.parallel), _gib(one.gib), _ms(seconds), f"{speed:.0f}", f"{one.seconds.compute / seconds:.0%}"
         )
     return table
 
@@ -76,15 +76,15 @@ def comparison(candidates: Sequence[Candidate], model: Model, training: Training
         gib = f"{_gib(one.gib)} / {'-' if outcome.gib is None else _gib(outcome.gib)}"
         gib_error = "" if outcome.gib is None else f"{one.gib / outcome.gib - 1:+.1%}"
         if outcome.seconds is None:
-            table.add_row(str(one.layout), gib, gib_error, f"{_ms(predicted)} / {outcome.status}", "", "")
+            table.add_row(str(one.parallel), gib, gib_error, f"{_ms(predicted)} / {outcome.status}", "", "")
             continue
         table.add_row(
-            str(one.layout),
+            str(one.parallel),
             gib,
             gib_error,
             f"{_ms(predicted)} / {_ms(outcome.seconds)}",
             f"{predicted / outcome.seconds - 1:+.0%}",
-            f"{tokens_per_second(model, one.layout, training, outcome.seconds):.0f}",
+            f"{tokens_per_second(model, one.parallel, training, outcome.seconds):.0f}",
         )
     return table
 
@@ -93,7 +93,7 @@ def say_failures(candidates: Sequence[Candidate], console: Console) -> None:
     """A line for each run that did not end well."""
     for one in candidates:
         if one.outcome is not None and one.outcome.status != Status.OK:
-            console.print(f"{one.layout}: {one.outcome.status}: {one.outcome.reason}", markup=False)
+            console.print(f"{one.parallel}: {one.outcome.status}: {one.outcome.reason}", markup=False)
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -107,9 +107,9 @@ def as_json(candidates: Sequence[Candidate], machine: Machine, options: Mapping[
     return {
         "options": {name: str(value) for name, value in options.items()},
         "machine": asdict(machine),
-        "layouts": [
+        "configurations": [
             {
-                "layout": asdict(one.layout),
+                "parallel": asdict(one.parallel),
                 "predicted": {"seconds": asdict(one.seconds), "total_s": one.seconds.total(), "bytes": one.memory},
                 "measured": None
                 if one.outcome is None
@@ -129,13 +129,13 @@ def plot_formats() -> list[str]:
 
 
 def plot(candidates: Sequence[Candidate], model: Model, training: Training, file: Path) -> None:
-    """Memory and speed of the layouts, predicted and measured."""
+    """Memory and speed of the configurations, predicted and measured."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [str(one.layout) for one in candidates]
+    names = [str(one.parallel) for one in candidates]
     figure, (memory, speed) = plt.subplots(1, 2, sharey=True, figsize=(11, 1 + 0.32 * len(names)), layout="constrained")
     places = list(range(len(names)))
     left = Counter[str]()
@@ -143,13 +143,13 @@ def plot(candidates: Sequence[Candidate], model: Model, training: Training, file
         widths = [one.memory.get(purpose, 0) / GIB for one in candidates]
         memory.barh(places, widths, left=[left[name] for name in names], label=purpose)
         left.update(dict(zip(names, widths, strict=True)))
-    predicted = [tokens_per_second(model, one.layout, training, one.seconds.total()) for one in candidates]
+    predicted = [tokens_per_second(model, one.parallel, training, one.seconds.total()) for one in candidates]
     speed.barh(places, predicted, color="lightgray", label="predicted")
     for place, one in enumerate(candidates):
         outcome = one.outcome
         if outcome is None or outcome.seconds is None:
             continue
-        speed.plot(tokens_per_second(model, one.layout, training, outcome.seconds), place, "o", color="tab:green")
+        speed.plot(tokens_per_second(model, one.parallel, training, outcome.seconds), place, "o", color="tab:green")
         if outcome.gib is not None:
             memory.plot(outcome.gib, place, "ko")
     speed.plot([], [], "o", color="tab:green", label="measured")

@@ -1,7 +1,8 @@
-"""Runs layouts one after the other, each as a training of a few steps, and keeps the outcome of each in a file.
+"""Runs configurations one after the other, each as a training of a few steps, and keeps the outcome of each in a file.
 
 The file has a line of JSON for each run, written when the run has ended: a sweep that is started again with the same
-file skips what it has. A layout that runs out of memory, fails or takes too long is a result too, and ends only itself.
+file skips what it has. A configuration that runs out of memory, fails or takes too long is a result too, and ends only
+itself.
 """
 
 from __future__ import annotations

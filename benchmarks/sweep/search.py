@@ -1,4 +1,4 @@
-"""Chooses the layouts that fit, orders them by predicted speed, and runs the first ones."""
+"""Chooses the configurations that fit, orders them by predicted speed, and runs the first ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.sweep.layouts import Layout, layouts
+from benchmarks.sweep.configurations import ParallelConfiguration, configurations
 from benchmarks.sweep.memory import Training, needed, stage_experts, stage_weights
 from benchmarks.sweep.model import Model
 from benchmarks.sweep.report import Candidate
@@ -39,14 +39,14 @@ class Question:
     max_tokens: int = 0
     on_cpu: bool = False
 
-    def arguments(self, layout: Layout, ranks_per_host: int) -> list[str]:
-        """Megatron's command line for a layout."""
+    def arguments(self, parallel: ParallelConfiguration, ranks_per_host: int) -> list[str]:
+        """Megatron's command line for a configuration."""
         model, training = self.model, self.training
         shape = model.shape
         parts = [
             *model.flags,
             f"--seq-length {shape.sequence}",
-            *layout.flags(experts=bool(shape.experts)),
+            *parallel.flags(experts=bool(shape.experts)),
             f"--global-batch-size {training.global_batch} --train-iters {STEPS} --lr 1e-5 --lr-decay-style constant",
             "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
             "--no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader",
@@ -54,9 +54,9 @@ class Question:
         ]
         if training.grad_bytes == WEIGHT_BYTES:
             parts.append("--grad-reduce-in-bf16")
-        if layout.etp * layout.expert_etp > 1:
+        if parallel.etp * parallel.expert_etp > 1:
             # copy_engine is refused for a group that spans hosts. auto selects it for the others.
-            spans = training.transport == "copy_engine" and layout.shards_span(ranks_per_host)
+            spans = training.transport == "copy_engine" and parallel.shards_span(ranks_per_host)
             transport = "auto" if spans else training.transport
             parts.append(f"--etp-transport {transport} --etp-prefetch-depth {training.prefetch_depth}")
         if PRECISIONS[training.precision]:
@@ -65,22 +65,22 @@ class Question:
             parts.append("--moe-grouped-gemm")
         return " ".join(parts).split()
 
-    def command(self, layout: Layout, ranks_per_host: int) -> str:
+    def command(self, parallel: ParallelConfiguration, ranks_per_host: int) -> str:
         """The command line to paste, on each host."""
         hosts = -(-self.gpus // ranks_per_host)
         several = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if hosts > 1 else ""
         start = f"torchrun {several}--nproc-per-node {self.gpus // hosts} -m megatron_patches examples/pretrain_gpt.py"
-        return " ".join([start, *self.arguments(layout, ranks_per_host)])
+        return " ".join([start, *self.arguments(parallel, ranks_per_host)])
 
 
 def candidates(question: Question, machine: Machine) -> list[Candidate]:
-    """All layouts that fit, the fastest first.
+    """All configurations that fit, the fastest first.
 
     Raises:
         ValueError: if none can run or none fits.
     """
     model, training = question.model, question.training
-    able = layouts(
+    able = configurations(
         model,
         question.gpus,
         training.global_batch,
@@ -89,17 +89,17 @@ def candidates(question: Question, machine: Machine) -> list[Candidate]:
         question.max_tokens,
     )
     if question.on_cpu:  # Megatron's local attention has no context parallelism
-        able = [layout for layout in able if layout.cp == 1]
+        able = [parallel for parallel in able if parallel.cp == 1]
     if not able:
         raise ValueError(
             f"no parallel configuration of {question.gpus} GPUs can run: {model.shape.layers} layers, "
             f"{model.shape.kv_heads} KV heads and a global batch of {training.global_batch} do not divide over them; "
             "change --gpus or --global-batch-size"
         )
-    sizes = {layout: needed(model, layout, training) for layout in able}
-    fitting = {layout: found for layout, found in sizes.items() if sum(found.values()) <= question.usable_gib * GIB}
+    sizes = {parallel: needed(model, parallel, training) for parallel in able}
+    fitting = {parallel: found for parallel, found in sizes.items() if sum(found.values()) <= question.usable_gib * GIB}
     if not fitting:
-        least = min(sizes, key=lambda layout: sum(sizes[layout].values()))
+        least = min(sizes, key=lambda parallel: sum(sizes[parallel].values()))
         weights = [*stage_weights(model, least, 0), *stage_experts(model, least)]
         largest = max(count * rows * columns for count, rows, columns in weights) * WEIGHT_BYTES / GIB
         raise ValueError(
@@ -109,12 +109,12 @@ def candidates(question: Question, machine: Machine) -> list[Candidate]:
         )
     found = [
         Candidate(
-            layout,
+            parallel,
             memory,
-            step_seconds(model, layout, training, machine),
-            question.command(layout, machine.ranks_per_host),
+            step_seconds(model, parallel, training, machine),
+            question.command(parallel, machine.ranks_per_host),
         )
-        for layout, memory in fitting.items()
+        for parallel, memory in fitting.items()
     ]
     return in_order(found)
 
@@ -126,7 +126,7 @@ def in_order(found: Sequence[Candidate]) -> list[Candidate]:
 
 @dataclass
 class Sweep:
-    """Runs the best layouts.
+    """Runs the best configurations.
 
     Attributes:
         question: what is asked.
@@ -134,7 +134,7 @@ class Sweep:
         candidates: in the order of their predicted speed.
         state: outcomes, of earlier sweeps too.
         device: name of the GPU, or "cpu".
-        start: runs a layout: a command, Megatron's arguments and a time-out in seconds.
+        start: runs a configuration: a command, Megatron's arguments and a time-out in seconds.
         say: called with a line of text before each run, and when the time is over.
     """
 
@@ -147,7 +147,7 @@ class Sweep:
     say: Callable[[str], None]
 
     def run(self, top: int, seconds: float, timeout_s: float) -> None:
-        """Run up to ``top`` layouts, those of earlier sweeps included.
+        """Run up to ``top`` configurations, those of earlier sweeps included.
 
         Args:
             top: how many.
@@ -165,25 +165,27 @@ class Sweep:
                 if left < min(_SHORTEST_S, seconds):
                     self.say(over)
                     return
-                self.say(f"run {number} of {top}: {one.layout}")
+                self.say(f"run {number} of {top}: {one.parallel}")
                 outcome = self.start(
-                    one.command, self.question.arguments(one.layout, self.machine.ranks_per_host), min(timeout_s, left)
+                    one.command,
+                    self.question.arguments(one.parallel, self.machine.ranks_per_host),
+                    min(timeout_s, left),
                 )
                 if outcome.status == Status.TIMEOUT and left < timeout_s:
-                    self.say(over)  # and nothing is known about the layout, which had less time than others
+                    self.say(over)  # and nothing is known about the configuration, which had less time than others
                     return
                 self.state.add(outcome)
             at = self.candidates.index(one)
             self.candidates[at] = replace(one, outcome=outcome)
             if outcome.status == Status.OK and calibrates:
                 calibrates = False
-                self._calibrate(one.layout, outcome)
+                self._calibrate(one.parallel, outcome)
 
-    def _calibrate(self, layout: Layout, outcome: Outcome) -> None:
+    def _calibrate(self, parallel: ParallelConfiguration, outcome: Outcome) -> None:
         model, training = self.question.model, self.question.training
         if outcome.seconds is None:
             return
         self.machine = calibrated(
-            self.machine, lambda machine: step_seconds(model, layout, training, machine).total(), outcome.seconds
+            self.machine, lambda machine: step_seconds(model, parallel, training, machine).total(), outcome.seconds
         )
         self.candidates = in_order([one.timed_on(self.machine, model, training) for one in self.candidates])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.sweep.layouts import Layout
+from benchmarks.sweep.configurations import ParallelConfiguration
 from benchmarks.sweep.memory import Training, stage_experts, stage_held, stage_replicated, stage_weights
 from benchmarks.sweep.model import Model
 from benchmarks.train_shapes import WEIGHT_BYTES
@@ -75,35 +75,35 @@ class Seconds:
         return self.compute + self.exposed + self.hidden + self.host + self.bubble + self.optimizer
 
 
-def step_seconds(model: Model, layout: Layout, training: Training, machine: Machine) -> Seconds:
+def step_seconds(model: Model, parallel: ParallelConfiguration, training: Training, machine: Machine) -> Seconds:
     """Predicts a step's parts. The model ignores that small GEMMs run slower than large ones."""
-    microbatches = layout.microbatches(training.global_batch)
-    compute = _stage_flops(model, layout) / machine.flops_per_s
-    exposed = _exposed(model, layout, machine)
-    beside, added = _beside(model, layout, training, machine)
+    microbatches = parallel.microbatches(training.global_batch)
+    compute = _stage_flops(model, parallel) / machine.flops_per_s
+    exposed = _exposed(model, parallel, machine)
+    beside, added = _beside(model, parallel, training, machine)
     hidden = added + max(0.0, beside - compute)
-    etp = layout.etp * layout.expert_etp > 1
+    etp = parallel.etp * parallel.expert_etp > 1
     enqueuing = machine.host_per_layer
-    enqueuing += machine.host_per_tp_layer if layout.tp > 1 else 0.0
+    enqueuing += machine.host_per_tp_layer if parallel.tp > 1 else 0.0
     enqueuing += machine.host_per_etp_layer if etp else 0.0
-    enqueuing += machine.host_per_ring_layer if layout.cp > 1 else 0.0
-    host = max(0.0, model.shape.layers // layout.pp * enqueuing - (compute + exposed + hidden))
-    once = _replica_seconds(model, layout, training, machine)
+    enqueuing += machine.host_per_ring_layer if parallel.cp > 1 else 0.0
+    host = max(0.0, model.shape.layers // parallel.pp * enqueuing - (compute + exposed + hidden))
+    once = _replica_seconds(model, parallel, training, machine)
     once = max(0.0, once - compute) + machine.c10d_cost * min(once, compute)
-    states = sum(_states(model, layout, training)) if training.optimizer else 0.0
+    states = sum(_states(model, parallel, training)) if training.optimizer else 0.0
     return Seconds(
         compute=microbatches * compute,
         exposed=microbatches * exposed,
         hidden=microbatches * hidden + once,
         host=microbatches * host,
-        bubble=(layout.pp - 1) * (compute + exposed + hidden + host),
+        bubble=(parallel.pp - 1) * (compute + exposed + hidden + host),
         optimizer=states * _OPTIMIZER_BYTES / machine.memory,
     )
 
 
-def tokens_per_second(model: Model, layout: Layout, training: Training, seconds: float) -> float:
+def tokens_per_second(model: Model, parallel: ParallelConfiguration, training: Training, seconds: float) -> float:
     """Tokens per second of one GPU."""
-    return training.global_batch * model.shape.sequence / seconds / layout.gpus
+    return training.global_batch * model.shape.sequence / seconds / parallel.gpus
 
 
 def calibrated(machine: Machine, predict: Callable[[Machine], float], measured_s: float) -> Machine:
@@ -126,43 +126,43 @@ def calibrated(machine: Machine, predict: Callable[[Machine], float], measured_s
     return replace(machine, flops_per_s=high)
 
 
-def _stage_flops(model: Model, layout: Layout) -> float:
+def _stage_flops(model: Model, parallel: ParallelConfiguration) -> float:
     """FLOPs of one microbatch on a rank of the last stage, which also has the output layer."""
-    shape = model.microbatch(layout.micro_batch)
+    shape = model.microbatch(parallel.micro_batch)
     logits = 6.0 * shape.tokens() * shape.vocabulary * shape.hidden
-    layers = (shape.flops() - logits) / layout.pp * (_RECOMPUTED if layout.recompute else 1.0)
-    return (layers + logits) / (layout.tp * layout.cp)
+    layers = (shape.flops() - logits) / parallel.pp * (_RECOMPUTED if parallel.recompute else 1.0)
+    return (layers + logits) / (parallel.tp * parallel.cp)
 
 
-def _exposed(model: Model, layout: Layout, machine: Machine) -> float:
+def _exposed(model: Model, parallel: ParallelConfiguration, machine: Machine) -> float:
     """Traffic of one microbatch that nothing runs beside: tensor and expert parallelism, and between stages."""
     shape = model.shape
-    tokens = layout.micro_batch * shape.sequence // layout.cp
-    passes = _RECOMPUTED if layout.recompute else 1.0
-    layers = shape.layers // layout.pp
+    tokens = parallel.micro_batch * shape.sequence // parallel.cp
+    passes = _RECOMPUTED if parallel.recompute else 1.0
+    layers = shape.layers // parallel.pp
     around = _TP_COLLECTIVES if shape.experts else 2 * _TP_COLLECTIVES
     activations = tokens * shape.hidden * WEIGHT_BYTES
-    tensor = passes * layers * around * activations * _others(layout.tp) / _speed(machine, layout.tp)
-    dispatched = shape.top_k * activations // layout.tp
+    tensor = passes * layers * around * activations * _others(parallel.tp) / _speed(machine, parallel.tp)
+    dispatched = shape.top_k * activations // parallel.tp
     # There and back, in forward and in backward.
-    expert = passes * layers * 4 * dispatched * _others(layout.ep) / _speed(machine, layout.ep)
-    between = 2 * activations / layout.tp / _speed(machine, layout.gpus) if layout.pp > 1 else 0.0
+    expert = passes * layers * 4 * dispatched * _others(parallel.ep) / _speed(machine, parallel.ep)
+    between = 2 * activations / parallel.tp / _speed(machine, parallel.gpus) if parallel.pp > 1 else 0.0
     return tensor + expert + between
 
 
-def _beside(model: Model, layout: Layout, training: Training, machine: Machine) -> tuple[float, float]:
+def _beside(model: Model, parallel: ParallelConfiguration, training: Training, machine: Machine) -> tuple[float, float]:
     """Seconds of one microbatch's traffic beside compute, and what it adds: ETP's and the ring of context parallelism.
 
     Each weight is gathered for forward and for backward, and its gradient reduced once.
     """
     shape = model.shape
     wire = 1 if training.precision != "bf16" else WEIGHT_BYTES
-    last = layout.pp - 1
+    last = parallel.pp - 1
     groups = (
-        (stage_weights(model, layout, last), layout.etp, layout.tp * layout.cp * layout.etp),
-        (stage_experts(model, layout), layout.expert_etp, layout.ep * layout.expert_etp),
+        (stage_weights(model, parallel, last), parallel.etp, parallel.tp * parallel.cp * parallel.etp),
+        (stage_experts(model, parallel), parallel.expert_etp, parallel.ep * parallel.expert_etp),
     )
-    gathers = 3 if layout.recompute else 2
+    gathers = 3 if parallel.recompute else 2
     seconds = added = 0.0
     for weights, over, reach in groups:
         elements = sum(count * rows * columns for count, rows, columns in weights)
@@ -179,27 +179,27 @@ def _beside(model: Model, layout: Layout, training: Training, machine: Machine) 
             moving = received / machine.between_hosts
             cost = machine.c10d_cost
         seconds, added = seconds + moving, added + cost * moving
-    keys = 2 * shape.kv_heads * shape.head_elements() // layout.tp
-    tokens = layout.micro_batch * shape.sequence
-    ring = 3 * shape.layers // layout.pp * tokens * keys * WEIGHT_BYTES * _others(layout.cp)
-    ring_s = ring / _speed(machine, layout.tp * layout.cp)
+    keys = 2 * shape.kv_heads * shape.head_elements() // parallel.tp
+    tokens = parallel.micro_batch * shape.sequence
+    ring = 3 * shape.layers // parallel.pp * tokens * keys * WEIGHT_BYTES * _others(parallel.cp)
+    ring_s = ring / _speed(machine, parallel.tp * parallel.cp)
     return seconds + ring_s, added + machine.c10d_cost * ring_s
 
 
-def _replica_seconds(model: Model, layout: Layout, training: Training, machine: Machine) -> float:
+def _replica_seconds(model: Model, parallel: ParallelConfiguration, training: Training, machine: Machine) -> float:
     """Traffic once a step: gradients reduce-scattered over the replicas of each shard, and weights gathered."""
-    found = stage_held(model, layout, layout.pp - 1, training)
-    whole = stage_replicated(model, layout, layout.pp - 1)
+    found = stage_held(model, parallel, parallel.pp - 1, training)
+    whole = stage_replicated(model, parallel, parallel.pp - 1)
     bytes_each = training.grad_bytes + (WEIGHT_BYTES if training.optimizer else 0)
-    reach = layout.tp * layout.cp * layout.dp
-    moved = (found.dense + whole) * _others(layout.replicas) + found.experts * _others(layout.expert_replicas)
+    reach = parallel.tp * parallel.cp * parallel.dp
+    moved = (found.dense + whole) * _others(parallel.replicas) + found.experts * _others(parallel.expert_replicas)
     return moved * bytes_each / _speed(machine, reach)
 
 
-def _states(model: Model, layout: Layout, training: Training) -> tuple[float, float]:
+def _states(model: Model, parallel: ParallelConfiguration, training: Training) -> tuple[float, float]:
     """Elements of dense and of experts' optimizer states on a rank."""
-    found = stage_held(model, layout, layout.pp - 1, training)
-    return found.dense / layout.replicas, found.experts / layout.expert_replicas
+    found = stage_held(model, parallel, parallel.pp - 1, training)
+    return found.dense / parallel.replicas, found.experts / parallel.expert_replicas
 
 
 def _others(ranks: int) -> float:

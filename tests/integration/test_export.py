@@ -31,6 +31,7 @@ class Case:
     qkv_bias: bool = False
     tied: bool = False
     rope_scaling: bool = False
+    yarn: bool = False
     qk_norm: bool = False
     experts: int = 0
     pre_softmax: bool = False
@@ -48,6 +49,7 @@ class Case:
 ON_1_RANK = (
     Case("qwen3", qk_norm=True),
     Case("qwen3_scaled_tied", qk_norm=True, rope_scaling=True, tied=True),
+    Case("qwen3_yarn", qk_norm=True, yarn=True),
     Case("qwen3_moe", qk_norm=True, experts=4),
     Case("qwen3_moe_scores_as_they_are", qk_norm=True, experts=4, pre_softmax=True),
 )
@@ -58,6 +60,8 @@ ON_2_RANKS = (
     Case("etp2", TrainerMesh(etp=2)),
     Case("etp2_biases_tied", TrainerMesh(etp=2), bias=True, tied=True),
     Case("etp2_qwen2_scaled", TrainerMesh(etp=2), qkv_bias=True, rope_scaling=True),
+    Case("etp2_yarn", TrainerMesh(etp=2), yarn=True),
+    Case("qwen2_pp2_yarn", TrainerMesh(pp=2), qkv_bias=True, yarn=True),
     Case("pp2_tied", TrainerMesh(pp=2), tied=True),
     Case("qwen3_etp2", TrainerMesh(etp=2), qk_norm=True),
     Case("qwen3_tp2_above_kv_heads", TrainerMesh(tp=2), kv_heads=1, qk_norm=True),
@@ -76,6 +80,16 @@ ON_4_RANKS = (
     Case("qwen3_moe_tp2_etp2_ep2", TrainerMesh(tp=2, etp=2, ep=2), qk_norm=True, experts=6),
     Case("qwen3_moe_pp2_ep2", TrainerMesh(pp=2, ep=2, dp=2), qk_norm=True, experts=4, pre_softmax=True),
 )
+YARN = {
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 16,  # shorter than TOKENS
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "correction_range_round_to_int": True,
+}
+"""As Megatron's flags set them; of those that may differ, none is a default."""
 
 
 def build(case: Case) -> list[Any]:
@@ -119,6 +133,8 @@ def build(case: Case) -> list[Any]:
         **mesh_settings(mesh, torch.float32),
         **experts,
     )
+    for field_name, value in YARN.items() if case.yarn else ():
+        setattr(config, f"yarn_{field_name}", value)
     chunks = []
     for stage in range(mesh.vpp):
         model = GPTModel(
@@ -127,7 +143,7 @@ def build(case: Case) -> list[Any]:
                 normalization="RMSNorm", qk_layernorm=case.qk_norm, num_experts=case.experts or None
             ),
             vocab_size=256,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if case.yarn else "rope",
             rotary_base=50000,
             rope_scaling=case.rope_scaling,
             share_embeddings_and_output_weights=case.tied,

@@ -40,6 +40,16 @@ ALL = CONFIGS | {
             "original_max_position_embeddings": 8192,
         }
     },
+    "llama_yarn": CONFIGS["llama"]
+    | {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "beta_fast": 8.0,
+            "beta_slow": 0.5,
+        }
+    },
     "deepseek_v3_yarn": CONFIGS["deepseek_v3"]
     | {
         "rope_scaling": {
@@ -56,6 +66,7 @@ ALL = CONFIGS | {
 IMPORTED = {
     "llama": (TrainerMesh(etp=2), TrainerMesh(pp=2)),
     "llama_3_2": (TrainerMesh(etp=2), TrainerMesh(tp=2)),
+    "llama_yarn": (TrainerMesh(tp=2), TrainerMesh(etp=2)),
     "qwen3_moe": (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(ep=2, dp=2)),
     "deepseek_v3_yarn": (TrainerMesh(tp=2, ep=2), TrainerMesh(etp=2, expert_etp=2)),
 }

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.sweep.layouts import Layout
+from benchmarks.sweep.configurations import ParallelConfiguration
 from benchmarks.sweep.memory import Training, resident
 from benchmarks.sweep.model import read_model
 from benchmarks.sweep.search import Question
@@ -62,27 +62,27 @@ def _state_bytes(optimizer: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("config", "layout"),
+    ("config", "parallel"),
     [
-        (QWEN3, Layout(gpus=2, etp=2)),
-        (QWEN2, Layout(gpus=2, tp=2)),
-        (LLAMA, Layout(gpus=2, pp=2)),  # tied: the last stage has an embedding too
-        (LLAMA, Layout(gpus=4, etp=2)),
-        (QWEN3_MOE, Layout(gpus=4, tp=2, ep=2, etp=2)),
-        (QWEN3_MOE, Layout(gpus=4, ep=2, etp=4, expert_etp=2)),
+        (QWEN3, ParallelConfiguration(gpus=2, etp=2)),
+        (QWEN2, ParallelConfiguration(gpus=2, tp=2)),
+        (LLAMA, ParallelConfiguration(gpus=2, pp=2)),  # tied: the last stage has an embedding too
+        (LLAMA, ParallelConfiguration(gpus=4, etp=2)),
+        (QWEN3_MOE, ParallelConfiguration(gpus=4, tp=2, ep=2, etp=2)),
+        (QWEN3_MOE, ParallelConfiguration(gpus=4, ep=2, etp=4, expert_etp=2)),
     ],
-    ids=lambda value: str(value) if isinstance(value, Layout) else value["model_type"],
+    ids=lambda value: str(value) if isinstance(value, ParallelConfiguration) else value["model_type"],
 )
 def test_bytes_are_those_of_megatron(
-    megatron: MegatronPool, tmp_path: Path, config: dict[str, object], layout: Layout
+    megatron: MegatronPool, tmp_path: Path, config: dict[str, object], parallel: ParallelConfiguration
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, training = read_model(tmp_path, SEQUENCE), Training(GLOBAL_BATCH, transport="c10d")
-    arguments = Question(model, training, layout.gpus, 1.0, [1], on_cpu=True).arguments(layout, 8)
+    arguments = Question(model, training, parallel.gpus, 1.0, [1], on_cpu=True).arguments(parallel, 8)
     arguments[arguments.index("--train-iters") + 1] = "1"
-    counted = megatron.run(count_body, layout.gpus, 240.0, (arguments,))
-    of_stage = layout.gpus // layout.pp
-    expected = [resident(model, layout, rank // of_stage, training) for rank in range(layout.gpus)]
+    counted = megatron.run(count_body, parallel.gpus, 240.0, (arguments,))
+    of_stage = parallel.gpus // parallel.pp
+    expected = [resident(model, parallel, rank // of_stage, training) for rank in range(parallel.gpus)]
     assert [found[:2] for found in counted] == [(sizes["weights"], sizes["gradients"]) for sizes in expected]
     # A rank's part of the states begins and ends anywhere; what all have together is known.
     assert sum(found[2] for found in counted) == sum(sizes["optimizer"] for sizes in expected)
@@ -117,7 +117,7 @@ def test_the_command_runs_the_best_and_goes_on_where_it_ended(tmp_path: Path) ->
     assert max(len(line) for line in outputs[1].partition("\nfastest")[0].splitlines()) <= 80
     best = min(lines, key=lambda line: line["seconds"])
     assert outputs[1].splitlines()[-1] == best["command"]
-    shown = json.loads((tmp_path / "sweep.json").read_text())["layouts"]
+    shown = json.loads((tmp_path / "sweep.json").read_text())["configurations"]
     measured = [one for one in shown if one["measured"] is not None]
     assert {one["command"] for one in measured} == {line["command"] for line in lines}
     # The first run says how fast arithmetic is, so that its own prediction is exact.

@@ -1,4 +1,4 @@
-"""``benchmarks.sweep``: which layouts it tries, what it keeps of its runs, and what it refuses."""
+"""``benchmarks.sweep``: which configurations it tries, what it keeps of its runs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from benchmarks.long_run_training import Step
 from benchmarks.refit import QWEN3_8B
 from benchmarks.sweep.__main__ import main
-from benchmarks.sweep.layouts import Layout, layouts, obstacle
+from benchmarks.sweep.configurations import ParallelConfiguration, configurations, obstacle
 from benchmarks.sweep.memory import Training
 from benchmarks.sweep.model import Model, read_model
 from benchmarks.sweep.report import best
@@ -33,49 +33,51 @@ def read(folder: Path, config: dict[str, object], sequence: int = 64) -> Model:
     return read_model(folder, sequence)
 
 
-def test_layouts_are_all_that_nothing_forbids(tmp_path: Path) -> None:
+def test_configurations_are_all_that_nothing_forbids(tmp_path: Path) -> None:
     model = read(tmp_path, QWEN3_MOE)
-    found = layouts(model, 4, 8, [1, 2], ranks_per_host=4)
+    found = configurations(model, 4, 8, [1, 2], ranks_per_host=4)
     every = [
-        Layout(gpus=4, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, expert_etp=expert_etp, micro_batch=batch, recompute=again)
+        ParallelConfiguration(
+            gpus=4, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, expert_etp=expert_etp, micro_batch=batch, recompute=again
+        )
         for tp, pp, cp, ep, etp, expert_etp in product((1, 2, 4), repeat=6)
         for batch, again in product((1, 2), (False, True))
         if 4 % (tp * pp * cp) == 0
     ]
     assert len(found) == len(set(found))
-    assert set(found) == {layout for layout in every if not obstacle(model, layout, 8)}
-    assert any(layout.etp == 2 and layout.ep == 2 and layout.expert_etp == 2 for layout in found)
-    for layout in found:
-        assert layout.microbatches(8) * layout.micro_batch * layout.dp == 8
-        assert layout.replicas * layout.etp * layout.tp * layout.pp == 4
-    assert {layout.tp for layout in layouts(model, 4, 8, [1], ranks_per_host=1)} == {1}
-    few = layouts(model, 4, 8, [1, 2], ranks_per_host=4, max_tokens=64)
-    assert {(layout.micro_batch, layout.cp) for layout in few} == {(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)}
+    assert set(found) == {parallel for parallel in every if not obstacle(model, parallel, 8)}
+    assert any(parallel.etp == 2 and parallel.ep == 2 and parallel.expert_etp == 2 for parallel in found)
+    for parallel in found:
+        assert parallel.microbatches(8) * parallel.micro_batch * parallel.dp == 8
+        assert parallel.replicas * parallel.etp * parallel.tp * parallel.pp == 4
+    assert {parallel.tp for parallel in configurations(model, 4, 8, [1], ranks_per_host=1)} == {1}
+    few = configurations(model, 4, 8, [1, 2], ranks_per_host=4, max_tokens=64)
+    assert {(parallel.micro_batch, parallel.cp) for parallel in few} == {(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)}
 
 
 @pytest.mark.parametrize(
-    ("layout", "reason"),
+    ("parallel", "reason"),
     [
-        (Layout(gpus=4, tp=8), "4 GPUs do not divide by tp x pp x cp"),
-        (Layout(gpus=4, etp=8), "etp 8 does not divide the data-parallel size 4"),
-        (Layout(gpus=4, micro_batch=4), "a global batch of 8 does not divide by microbatch 4 x dp 4"),
-        (Layout(gpus=8, pp=8), "4 layers do not divide over 8 stages"),
-        (Layout(gpus=4, tp=4), "heads, KV heads or MLP do not divide by tp 4"),
-        (Layout(gpus=4, ep=2), "0 experts do not divide by ep 2"),
-        (Layout(gpus=4, tp=2, etp=2), ""),
+        (ParallelConfiguration(gpus=4, tp=8), "4 GPUs do not divide by tp x pp x cp"),
+        (ParallelConfiguration(gpus=4, etp=8), "etp 8 does not divide the data-parallel size 4"),
+        (ParallelConfiguration(gpus=4, micro_batch=4), "a global batch of 8 does not divide by microbatch 4 x dp 4"),
+        (ParallelConfiguration(gpus=8, pp=8), "4 layers do not divide over 8 stages"),
+        (ParallelConfiguration(gpus=4, tp=4), "heads, KV heads or MLP do not divide by tp 4"),
+        (ParallelConfiguration(gpus=4, ep=2), "0 experts do not divide by ep 2"),
+        (ParallelConfiguration(gpus=4, tp=2, etp=2), ""),
     ],
     ids=str,
 )
-def test_what_cannot_run_is_told(tmp_path: Path, layout: Layout, reason: str) -> None:
-    assert obstacle(read(tmp_path, QWEN3), layout, 8) == reason
+def test_what_cannot_run_is_told(tmp_path: Path, parallel: ParallelConfiguration, reason: str) -> None:
+    assert obstacle(read(tmp_path, QWEN3), parallel, 8) == reason
 
 
-def test_flags_say_what_the_layout_and_the_model_are(tmp_path: Path) -> None:
+def test_flags_say_what_the_configuration_and_the_model_are(tmp_path: Path) -> None:
     model = read(tmp_path, QWEN3_MOE)
     training = Training(8, grad_bytes=2, precision="fp8_block", transport="c10d")
     question = Question(model, training, 8, 1.0, [1])
-    layout = Layout(gpus=8, tp=2, ep=2, etp=2, expert_etp=4, micro_batch=2, recompute=True)
-    command = question.command(layout, ranks_per_host=8)
+    parallel = ParallelConfiguration(gpus=8, tp=2, ep=2, etp=2, expert_etp=4, micro_batch=2, recompute=True)
+    command = question.command(parallel, ranks_per_host=8)
     assert command.startswith(
         "torchrun --nproc-per-node 8 -m megatron_patches examples/pretrain_gpt.py --num-layers 4 "
     )
@@ -90,8 +92,8 @@ def test_flags_say_what_the_layout_and_the_model_are(tmp_path: Path) -> None:
         "--vocab-size 37",
     ):
         assert flag in command, flag
-    assert "--nnodes 2 --rdzv-backend c10d" in question.command(layout, ranks_per_host=4)
-    plain = " ".join(replace(question, training=Training(8)).arguments(Layout(gpus=8), 8))
+    assert "--nnodes 2 --rdzv-backend c10d" in question.command(parallel, ranks_per_host=4)
+    plain = " ".join(replace(question, training=Training(8)).arguments(ParallelConfiguration(gpus=8), 8))
     assert not any(word in plain for word in ("etp", "parallel-size", "fp8", "reduce-in-bf16", "recompute"))
 
 
@@ -105,7 +107,7 @@ def test_flags_of_a_model_are_those_of_refit_flags(tmp_path: Path, config: dict[
     ("changes", "sequence", "message"),
     [
         ({"sliding_window": 8}, 64, r"Megatron cannot build this LlamaForCausalLM: .*\(sliding_window 8\)"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64, "cannot build .* scaled by .*yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, 64, "cannot build .* scaled by .*longrope"),
         ({}, 65, "--sequence is 65, and the model's max_position_embeddings is 64"),
     ],
 )
@@ -117,23 +119,25 @@ def test_a_model_that_megatron_cannot_train_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("layout", "spans"),
+    ("parallel", "spans"),
     [
-        (Layout(gpus=16, etp=8), False),
-        (Layout(gpus=16, etp=16), True),
-        (Layout(gpus=16, tp=4, etp=4), True),
-        (Layout(gpus=16, ep=8), False),
-        (Layout(gpus=16, ep=8, expert_etp=2), True),
+        (ParallelConfiguration(gpus=16, etp=8), False),
+        (ParallelConfiguration(gpus=16, etp=16), True),
+        (ParallelConfiguration(gpus=16, tp=4, etp=4), True),
+        (ParallelConfiguration(gpus=16, ep=8), False),
+        (ParallelConfiguration(gpus=16, ep=8, expert_etp=2), True),
     ],
     ids=str,
 )
-def test_shards_that_span_hosts_do_not_ask_for_peer_copies(tmp_path: Path, layout: Layout, *, spans: bool) -> None:
+def test_shards_that_span_hosts_do_not_ask_for_peer_copies(
+    tmp_path: Path, parallel: ParallelConfiguration, *, spans: bool
+) -> None:
     """``copy_engine`` is refused there; they are reckoned with what NCCL moves."""
     question = Question(read(tmp_path, QWEN3_MOE), Training(16), 16, 1.0, [1])
-    assert ("--etp-transport auto" in question.command(layout, ranks_per_host=8)) is spans
-    assert "--etp-transport auto" not in question.command(layout, ranks_per_host=16)
+    assert ("--etp-transport auto" in question.command(parallel, ranks_per_host=8)) is spans
+    assert "--etp-transport auto" not in question.command(parallel, ranks_per_host=16)
     near, far = (
-        step_seconds(question.model, layout, question.training, Machine(ranks_per_host=ranks)).hidden
+        step_seconds(question.model, parallel, question.training, Machine(ranks_per_host=ranks)).hidden
         for ranks in (16, 8)
     )
     assert far > near or not spans
@@ -142,7 +146,7 @@ def test_shards_that_span_hosts_do_not_ask_for_peer_copies(tmp_path: Path, layou
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_context_parallelism_is_for_gpus(tmp_path: Path, on_cpu: bool) -> None:
     question = Question(read(tmp_path, QWEN3), Training(8, transport="c10d"), 2, 1.0, [1, 2], on_cpu=on_cpu)
-    assert {found.layout.cp for found in candidates(question, Machine())} == ({1} if on_cpu else {1, 2})
+    assert {found.parallel.cp for found in candidates(question, Machine())} == ({1} if on_cpu else {1, 2})
 
 
 # Runs ------------------------------------------------------------------------------------------------------------
@@ -304,8 +308,8 @@ def test_a_prediction_fits_80_columns_and_ends_with_the_command(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[:-1])) <= 80
     content = json.loads(report.read_text())
-    assert lines[-1] == content["layouts"][0]["command"]
-    seconds = [one["predicted"]["total_s"] for one in content["layouts"]]
+    assert lines[-1] == content["configurations"][0]["command"]
+    seconds = [one["predicted"]["total_s"] for one in content["configurations"]]
     assert seconds == pytest.approx(sorted(seconds), abs=1e-6)
     assert not (tmp_path / "state.jsonl").exists()
 

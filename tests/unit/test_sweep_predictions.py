@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sweep.check import Row, rows, time_error
-from benchmarks.sweep.layouts import Layout
+from benchmarks.sweep.configurations import ParallelConfiguration
 from benchmarks.sweep.memory import Training, needed, padded_vocabulary, resident, stage_weights
 from benchmarks.sweep.model import Model
 from benchmarks.sweep.step_time import Machine, calibrated, step_seconds
@@ -32,7 +32,7 @@ ROWS = [
 
 def test_there_are_dense_models_mixtures_of_experts_and_fp8_on_2_and_4_gpus() -> None:
     assert len(ROWS) > 60
-    kinds = {(row.layout.gpus, row.model.shape.experts > 0, row.training.precision) for row in ROWS}
+    kinds = {(row.parallel.gpus, row.model.shape.experts > 0, row.training.precision) for row in ROWS}
     assert kinds >= {
         (2, False, "bf16"),
         (4, False, "bf16"),
@@ -79,16 +79,18 @@ def test_time_of_a_model_that_only_fits_when_sharded_is_predicted_from_tensor_pa
 
 def test_a_sweep_of_trainings_with_an_optimizer_needed_the_predicted_memory() -> None:
     """On 2 H200: data parallelism, ETP and context parallelism."""
-    found = json.loads((FOLDER / "sweep-h200x2.json").read_text())["layouts"]
-    measured = {Layout(**one["layout"]): one["measured"] for one in found if one["measured"] is not None}
+    found = json.loads((FOLDER / "sweep-h200x2.json").read_text())["configurations"]
+    measured = {
+        ParallelConfiguration(**one["parallel"]): one["measured"] for one in found if one["measured"] is not None
+    }
     shape = replace(SHAPES["llama8b-32l"], layers=8)
     model, training = Model(shape, tied=False, qkv_bias=False, qk_norm=False, flags=()), Training(8)
-    assert {(layout.etp, layout.cp) for layout in measured} == {(1, 1), (2, 1), (1, 2)}
-    for layout, one in measured.items():
-        assert sum(needed(model, layout, training).values()) / GIB == pytest.approx(one["gib"], rel=0.05), layout
+    assert {(parallel.etp, parallel.cp) for parallel in measured} == {(1, 1), (2, 1), (1, 2)}
+    for parallel, one in measured.items():
+        assert sum(needed(model, parallel, training).values()) / GIB == pytest.approx(one["gib"], rel=0.05), parallel
 
-    def step_of(layout: Layout, machine: Machine) -> float:
-        return step_seconds(model, layout, training, machine).total()
+    def step_of(parallel: ParallelConfiguration, machine: Machine) -> float:
+        return step_seconds(model, parallel, training, machine).total()
 
     kinds = {(one.etp, one.cp): one for one in measured}
     plain, etp = kinds[1, 1], kinds[2, 1]
@@ -113,30 +115,30 @@ TINY = Model(
 
 
 def test_a_stage_is_counted_by_hand() -> None:
-    layout = Layout(gpus=8, tp=2, pp=2, etp=2, micro_batch=1)
+    parallel = ParallelConfiguration(gpus=8, tp=2, pp=2, etp=2, micro_batch=1)
     training = Training(global_batch=8, transport="c10d")
-    assert padded_vocabulary(TINY, layout) == 256
+    assert padded_vocabulary(TINY, parallel) == 256
     layer = [(1, 16, 8), (1, 8, 8), (1, 12, 8), (1, 8, 6)]
     ends = (1, 128, 8)
-    assert stage_weights(TINY, layout, 0) == [ends, *layer * 2]
-    assert stage_weights(TINY, layout, 1) == [*layer * 2, ends]
+    assert stage_weights(TINY, parallel, 0) == [ends, *layer * 2]
+    assert stage_weights(TINY, parallel, 1) == [*layer * 2, ends]
     # Rows are padded to 32 for two shards.
     sharded = 128 * 8 + 2 * (3 * 32 * 8 + 32 * 6)
     whole = 2 * (2 * 8 + 32 // 2) + 8
-    found = resident(TINY, layout, 1, training)
+    found = resident(TINY, parallel, 1, training)
     assert found["weights"] == 2 * (sharded // 2 + whole)
     assert found["gradients"] == 4 * (sharded // 2 + whole)
     assert found["optimizer"] == 12 * (sharded // 2 + whole)  # one replica
     assert found["gather slots"] == 2 * (128 * 8 + 2 * (3 * 32 * 8 + 32 * 6))
     assert "receive ring" not in found
     # On one stage the output is the embedding.
-    assert len(stage_weights(TINY, replace(layout, pp=1), 0)) == 1 + 4 * 4
+    assert len(stage_weights(TINY, replace(parallel, pp=1), 0)) == 1 + 4 * 4
 
 
 def test_recomputing_keeps_less_and_takes_longer() -> None:
     row = next(row for row in ROWS if row.report == "h200x2-etp" and row.system == "etp_copy_engine")
-    again = replace(row, layout=replace(row.layout, recompute=True))
-    kept, less = (needed(one.model, one.layout, one.training)["activations"] for one in (row, again))
+    again = replace(row, parallel=replace(row.parallel, recompute=True))
+    kept, less = (needed(one.model, one.parallel, one.training)["activations"] for one in (row, again))
     # Inputs of 8 layers, and one layer; in place of 8 layers.
     assert 0.1 < less / kept < 0.25
     machine = Machine(flops_per_s=500e12)
@@ -148,17 +150,19 @@ def test_a_pipeline_adds_its_bubble_and_keeps_microbatches_in_flight() -> None:
     model = replace(TINY, shape=shape)
     training = Training(global_batch=8, optimizer=False)
     machine = Machine(host_per_layer=0.0, host_per_etp_layer=0.0)
-    layout = Layout(gpus=4, pp=4)
-    seconds = step_seconds(model, layout, training, machine)
+    parallel = ParallelConfiguration(gpus=4, pp=4)
+    seconds = step_seconds(model, parallel, training, machine)
     each = (seconds.compute + seconds.exposed + seconds.hidden) / 8
     assert seconds.bubble == pytest.approx(3 * each)
-    first, last = (needed(model, Layout(gpus=size, pp=size), training)["activations"] for size in (4, 2))
+    first, last = (needed(model, ParallelConfiguration(gpus=size, pp=size), training)["activations"] for size in (4, 2))
     assert first == last  # a fourth of the layers for four microbatches, a half for two
 
 
 def test_host_bounds_a_small_model() -> None:
     model, training = TINY, Training(global_batch=4, optimizer=False)
-    seconds = step_seconds(model, Layout(gpus=1), training, Machine(host_per_layer=0.01))
+    seconds = step_seconds(model, ParallelConfiguration(gpus=1), training, Machine(host_per_layer=0.01))
     assert seconds.total() == pytest.approx(4 * 4 * 0.01)
-    longer = step_seconds(model, Layout(gpus=2, etp=2), training, Machine(host_per_layer=0.01, host_per_etp_layer=0.02))
+    longer = step_seconds(
+        model, ParallelConfiguration(gpus=2, etp=2), training, Machine(host_per_layer=0.01, host_per_etp_layer=0.02)
+    )
     assert longer.total() == pytest.approx(2 * 4 * 0.03, rel=1e-3)

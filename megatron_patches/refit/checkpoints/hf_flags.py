@@ -124,7 +124,7 @@ def _attention(traits: ModelTraits) -> Iterator[str]:
     if traits.latent is not None:
         latent = traits.latent
         yield from ("--multi-latent-attention", "--qk-layernorm")
-        yield from ("--rope-type", "rope") if traits.yarn is None else yarn_flags(traits.yarn)
+        yield from ("--rope-type", "rope") if traits.yarn is None else yarn_flags(traits.yarn, latent=True)
         if latent.q_rank:
             yield from ("--q-lora-rank", str(latent.q_rank))
         yield from ("--kv-lora-rank", str(latent.kv_rank), "--qk-head-dim", str(latent.nope_dim))
@@ -137,8 +137,12 @@ def _attention(traits: ModelTraits) -> Iterator[str]:
             yield "--qk-layernorm"
     if traits.layer_kinds:
         yield from ("--position-embedding-type", "none")
+        return
+    if traits.yarn is None or traits.latent is not None:
+        yield from ("--position-embedding-type", "rope")
     else:
-        yield from ("--position-embedding-type", "rope", "--rotary-base", f"{traits.rope_base:.0f}")
+        yield from yarn_flags(traits.yarn, latent=False)
+    yield from ("--rotary-base", f"{traits.rope_base:.0f}")
 
 
 def _feed_forward(traits: ModelTraits) -> Iterator[str]:

@@ -65,7 +65,8 @@ FIELD_FLAGS: Mapping[str, str] = MappingProxyType(
 )
 """Megatron's flag of each field of a ``config.json``."""
 
-_YARN_FLAGS = "--rope-type --rotary-scaling-factor --mscale --mscale-all-dim --yarn-..."
+_LATENT_YARN_FLAGS = "--rope-type --rotary-scaling-factor --mscale --mscale-all-dim --yarn-..."
+_YARN_FLAGS = "--position-embedding-type --rotary-scaling-factor --yarn-..."
 # Fields that mean nothing for loaded weights, and fields that are compared separately.
 _NOT_COMPARED = frozenset(
     {
@@ -139,8 +140,12 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
     ]
     scaling = rope_scaling(config) if theirs.traits.yarn is None else theirs.config()["rope_scaling"]
     if "rope_scaling" in mine and scaling != mine["rope_scaling"]:
-        latent = family.traits.latent is not None
-        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"], _YARN_FLAGS if latent else None))
+        flags = None
+        if family.traits.latent is not None:
+            flags = _LATENT_YARN_FLAGS
+        elif theirs.traits.yarn is not None or family.traits.yarn is not None:
+            flags = _YARN_FLAGS
+        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"], flags))
     if differing:
         raise LoadError(f"the checkpoint holds another model than this run's: {'; '.join(differing)}")
 

@@ -45,7 +45,7 @@ def read_config(path: Path) -> Mapping[str, object]:
 def family_from_config(config: Mapping[str, object]) -> ModelFamily:
     """The family, with its traits.
 
-    Rotary scaling is ignored, because it affects no tensor of the checkpoint, except YaRN beside latent attention.
+    Rotary scaling is ignored, because it affects no tensor of the checkpoint, except YaRN.
 
     Raises:
         UnsupportedModelError: if the architecture is unknown, a field is missing or invalid, or layers differ in kind.

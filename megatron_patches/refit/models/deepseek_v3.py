@@ -50,7 +50,7 @@ class DeepseekV3Family(LlamaFamily):
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
             **common_config(t),
-            "rope_scaling": None if t.yarn is None else yarn_entry(t.yarn),
+            "rope_scaling": None if t.yarn is None else yarn_entry(t.yarn, latent=True),
             "head_dim": latent.rope_dim,  # as transformers defines it: the part of a head with rotary positions
             "q_lora_rank": latent.q_rank or None,
             "kv_lora_rank": latent.kv_rank,
@@ -236,7 +236,7 @@ def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
         ),
         mtp_layers=count(config, "num_nextn_predict_layers"),
         norm_topk_prob=flag(config, "norm_topk_prob", True),
-        yarn=yarn_from_config(config),
+        yarn=yarn_from_config(config, latent=True),
     )
     return DeepseekV3Family(traits)
 

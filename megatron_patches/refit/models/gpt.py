@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.models.hf_common import common_traits
 from megatron_patches.refit.models.hf_refusals import activation_name, attention_refusals, vocabulary_refusals
 from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.models.yarn import gpt_yarn_from_megatron, gpt_yarn_refusals
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,8 @@ def gpt_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
         yield "its norm weights are centred at zero (--apply-layernorm-1p)"
     if not config.gated_linear_unit or config.activation_func is not functional.silu:
         yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
-    if model.position_embedding_type != "rope":
-        yield f"its positions are {model.position_embedding_type!r}; train with --position-embedding-type rope"
+    if model.position_embedding_type not in ("rope", "yarn"):
+        yield f"its positions are {model.position_embedding_type!r}; train with --position-embedding-type rope or yarn"
     else:
         yield from _rotary_refusals(model, config)
     yield from attention_refusals(config)
@@ -74,6 +75,7 @@ def gpt_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
         norm_topk_prob=not (experts and config.moe_router_pre_softmax),
         rope_base=float(model.rotary_base),  # type: ignore[arg-type]
         rope_scaling_factor=_rope_scaling_factor(model, config),
+        yarn=gpt_yarn_from_megatron(model),
     )
 
 
@@ -85,7 +87,9 @@ def _rotary_refusals(model: torch.nn.Module, config: Any) -> Iterator[str]:
     rotary: Any = model.rotary_pos_emb
     if rotary.seq_len_interpolation_factor is not None:
         yield f"it uses --rotary-seq-len-interpolation-factor {rotary.seq_len_interpolation_factor}"
-    if float(model.rotary_percent) == 1.0 and not _rope_agrees(model, config):  # type: ignore[arg-type]
+    if model.position_embedding_type == "yarn":
+        yield from gpt_yarn_refusals(model)
+    elif float(model.rotary_percent) == 1.0 and not _rope_agrees(model, config):  # type: ignore[arg-type]
         yield "its rotary frequencies follow neither --rotary-base alone nor Llama 3's scaling of it"
 
 
@@ -104,7 +108,7 @@ def rotary_frequencies(head_dim: int, base: float, scaling_factor: float | None)
 
 def _rope_scaling_factor(model: torch.nn.Module, config: Any) -> float | None:
     """Factor of Llama 3's scaling, from the lowest frequency in use, because not every builder passes the flag on."""
-    if not model.rotary_scaling:
+    if not model.rotary_scaling or model.position_embedding_type != "rope":
         return None
     rotary: Any = model.rotary_pos_emb
     plain = rotary_frequencies(config.kv_channels, float(model.rotary_base), None)  # type: ignore[arg-type]

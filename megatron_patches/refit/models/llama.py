@@ -7,6 +7,7 @@ layer that follows. Both map to the same tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.errors import UnsupportedModelError
@@ -15,6 +16,7 @@ from megatron_patches.refit.models.family import Declaration, ModelFamily
 from megatron_patches.refit.models.gpt import gpt_refusals, gpt_traits, may_be_gpt
 from megatron_patches.refit.models.params import Weight, attention, feed_forward
 from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.models.yarn import yarn_entry, yarn_from_config
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +49,10 @@ class LlamaFamily(ModelFamily):
 
 def common_config(traits: ModelTraits) -> Mapping[str, object]:
     """Fields of ``config.json`` that all dense Llama-like architectures share."""
-    scaling = None
-    if traits.rope_scaling_factor is not None:
+    scaling: Mapping[str, object] | None = None
+    if traits.yarn is not None:
+        scaling = yarn_entry(traits.yarn, latent=False)
+    elif traits.rope_scaling_factor is not None:
         scaling = {  # Megatron's constants, see RotaryEmbedding._apply_scaling
             "rope_type": "llama3",
             "factor": traits.rope_scaling_factor,
@@ -109,6 +113,15 @@ def traits_from_config(config: Mapping[str, object], mlp_bias: bool = False) -> 
     )
 
 
+def gpt_traits_from_config(config: Mapping[str, object], mlp_bias: bool = False) -> ModelTraits:
+    """As :func:`traits_from_config`, with YaRN, for architectures without latent attention whose positions are rotary.
+
+    Raises:
+        UnsupportedModelError: if a field is missing or invalid, or Megatron has no such YaRN.
+    """
+    return replace(traits_from_config(config, mlp_bias), yarn=yarn_from_config(config, latent=False))
+
+
 def _claims(model: torch.nn.Module) -> bool:
     """Claims every model that no other Llama-like family claims."""
     config: Any = model.config
@@ -121,5 +134,5 @@ FAMILY = Declaration(
     claims=_claims,
     refusals=gpt_refusals,
     read=lambda model, vocab_size: LlamaFamily(gpt_traits(model, vocab_size)),
-    from_config=lambda config: LlamaFamily(traits_from_config(config, flag(config, "mlp_bias"))),
+    from_config=lambda config: LlamaFamily(gpt_traits_from_config(config, flag(config, "mlp_bias"))),
 )

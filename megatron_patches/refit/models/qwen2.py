@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.models.family import Declaration
 from megatron_patches.refit.models.gpt import gpt_refusals, gpt_traits, may_be_gpt
-from megatron_patches.refit.models.llama import LlamaFamily, common_config, traits_from_config
+from megatron_patches.refit.models.llama import LlamaFamily, common_config, gpt_traits_from_config
 
 if TYPE_CHECKING:
     import torch
@@ -44,5 +44,5 @@ FAMILY = Declaration(
     claims=_claims,
     refusals=gpt_refusals,
     read=lambda model, vocab_size: Qwen2Family(gpt_traits(model, vocab_size)),
-    from_config=lambda config: Qwen2Family(replace(traits_from_config({**_LEFT_OUT, **config}), qkv_bias=True)),
+    from_config=lambda config: Qwen2Family(replace(gpt_traits_from_config({**_LEFT_OUT, **config}), qkv_bias=True)),
 )

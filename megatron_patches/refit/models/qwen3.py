@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.models.family import Declaration
 from megatron_patches.refit.models.gpt import gpt_refusals, gpt_traits, may_be_gpt
-from megatron_patches.refit.models.llama import LlamaFamily, common_config, traits_from_config
+from megatron_patches.refit.models.llama import LlamaFamily, common_config, gpt_traits_from_config
 
 if TYPE_CHECKING:
     import torch
@@ -58,5 +58,5 @@ FAMILY = Declaration(
     claims=_claims,
     refusals=_refusals,
     read=lambda model, vocab_size: Qwen3Family(gpt_traits(model, vocab_size)),
-    from_config=lambda config: Qwen3Family(replace(traits_from_config({**_LEFT_OUT, **config}), qk_norm=True)),
+    from_config=lambda config: Qwen3Family(replace(gpt_traits_from_config({**_LEFT_OUT, **config}), qk_norm=True)),
 )

@@ -12,7 +12,7 @@ from megatron_patches.refit.models.config_fields import flag, integer
 from megatron_patches.refit.models.family import Declaration
 from megatron_patches.refit.models.gpt import gpt_refusals, gpt_traits, may_be_gpt
 from megatron_patches.refit.models.hf_refusals import expert_refusals
-from megatron_patches.refit.models.llama import traits_from_config
+from megatron_patches.refit.models.llama import gpt_traits_from_config
 from megatron_patches.refit.models.qwen3 import Qwen3Family, bias_refusals
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _from_config(config: Mapping[str, object]) -> Qwen3MoeFamily:
             f"{config.get('mlp_only_layers')}; only models with experts in every layer are known"
         )
     traits = replace(
-        traits_from_config({**_LEFT_OUT, **config}),
+        gpt_traits_from_config({**_LEFT_OUT, **config}),
         qk_norm=True,
         # transformers 5 writes the longer name.
         num_experts=integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),

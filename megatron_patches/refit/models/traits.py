@@ -28,6 +28,8 @@ class LatentTraits:
 class YarnTraits:
     """YaRN's scaling of rotary positions, with DeepSeek's two scales of attention. Does not affect shapes.
 
+    Without latent attention, both scales have their defaults.
+
     Attributes:
         factor: how many times longer sequences have become; at least 1.
         original_positions: their length before.
@@ -130,7 +132,7 @@ class ModelTraits:
         norm_eps: epsilon of RMSNorm.
         rope_base: base of the rotary frequencies.
         rope_scaling_factor: factor of Llama 3's frequency scaling; None without.
-        yarn: YaRN's scaling of rotary positions, beside latent attention; None without.
+        yarn: YaRN's scaling of rotary positions; None without.
         init_std: standard deviation of the initial weights.
     """
 

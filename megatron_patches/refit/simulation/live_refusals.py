@@ -12,8 +12,8 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.weight_format import WeightFormat, is_block_fp8
 
 _USUAL_ROTARY = (None, "default")
-# What Megatron computes with --use-rope-scaling, and other ways in which architectures are exported.
-_SCALED_ROTARY = "llama3"
+# What Megatron computes with --use-rope-scaling or YaRN, and the architectures that are exported with less.
+_SCALED_ROTARY = ("llama3", "yarn")
 _OTHER_ROTARY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"DeepseekV3ForCausalLM": ("yarn",), "NemotronHForCausalLM": ()}
 )
@@ -51,7 +51,7 @@ def _quantized(config: Mapping[str, object]) -> Iterator[str]:
 
 
 def _rotary(config: Mapping[str, object], architecture: str) -> Iterator[str]:
-    known = (*_USUAL_ROTARY, *_OTHER_ROTARY.get(architecture, (_SCALED_ROTARY,)))
+    known = (*_USUAL_ROTARY, *_OTHER_ROTARY.get(architecture, _SCALED_ROTARY))
     for name in ("rope_scaling", "rope_parameters"):
         entry = config.get(name)
         if not isinstance(entry, Mapping):

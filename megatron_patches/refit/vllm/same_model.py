@@ -48,6 +48,8 @@ _UNLESS_GIVEN: Mapping[str, object] = MappingProxyType(
 )
 # Defaults of vLLM's models if a transformers configuration has no such entry.
 _UNLESS_SAID: Mapping[str, object] = MappingProxyType({"scoring_func": "softmax"})
+# Defaults of transformers and vLLM, which a trainer writes out and published configurations leave out.
+_YARN: Mapping[str, object] = MappingProxyType({"beta_fast": 32.0, "beta_slow": 1.0})
 # transformers uses different names for these, depending on its version.
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
@@ -98,13 +100,15 @@ def _architectures(trainer: Mapping[str, Any], running: Mapping[str, Any], model
 
 
 def _with_plain_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration with one name for YaRN, which vLLM renames in DeepSeek's configurations, and no old field."""
+    """The configuration without old fields. YaRN has one name, though vLLM renames DeepSeek's, and its defaults."""
     found = dict(config)
     for name in _ROTARY:
         if isinstance(entry := config.get(name), Mapping):
             found[name] = {key: value for key, value in entry.items() if key != "type"}
             if entry.get("rope_type") == "deepseek_yarn":
                 found[name]["rope_type"] = "yarn"
+            if found[name].get("rope_type") == "yarn":
+                found[name] = {**_YARN, **found[name]}
     return found
 
 

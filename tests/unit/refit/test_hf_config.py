@@ -106,6 +106,45 @@ def test_what_llama_cannot_express_is_refused_by_its_flag(changes: dict[str, Any
         family_of(fake_model(**changes), 251)
 
 
+def yarn_model(**changes: Any) -> Any:
+    """A GPTModel with YaRN, as Megatron's flags set its configuration."""
+    plain: dict[str, Any] = {
+        "model_position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 4096,
+        "yarn_beta_fast": 16,
+        "yarn_beta_slow": 1,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.0,
+        "yarn_correction_range_round_to_int": True,
+    }
+    return fake_model(**(plain | changes))
+
+
+def test_yarn_is_written_without_the_scales_of_latent_attention() -> None:
+    assert family_of(yarn_model(), 251).config()["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16.0,
+        "beta_slow": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"yarn_mscale": 0.7}, r"--mscale 0\.7 and --mscale-all-dim 0\.0, which vLLM ignores without latent attention"),
+        ({"yarn_correction_range_round_to_int": False}, "it sets --no-yarn-correction-range-round-to-int"),
+        ({"yarn_rotary_scaling_factor": 0.5}, r"YaRN shortens sequences \(by a factor of 0\.5\)"),
+        ({"model_rotary_percent": 0.5}, "--rotary-percent 0.5"),
+    ],
+)
+def test_yarn_that_no_configuration_expresses_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        family_of(yarn_model(**changes), 251)
+
+
 def test_every_refused_feature_is_listed() -> None:
     with pytest.raises(UnsupportedModelError, match=r"--mtp-num-layers.*; .*--qk-l2-norm"):
         family_of(fake_model(mtp_num_layers=1, qk_l2_norm=True), 251)

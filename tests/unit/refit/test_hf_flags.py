@@ -164,7 +164,7 @@ def test_yarn_is_told_by_flags() -> None:
     [
         (
             {"attention_factor": 1.2},
-            r"YaRN with attention_factor 1\.2: Megatron's latent attention has no such setting",
+            r"YaRN with attention_factor 1\.2: no model here has such a setting",
         ),
         ({"truncate": False}, "YaRN with truncate False: "),
         ({"factor": None}, "YaRN without factor"),
@@ -189,6 +189,37 @@ def test_yarn_that_megatron_has_not_is_refused_by_name(changes: dict[str, object
         return
     with pytest.raises(UnsupportedModelError, match=message):
         model_flags(config)
+
+
+PLAIN_YARN: dict[str, object] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("name", ["LLAMA", "QWEN2", "QWEN3", "QWEN3_MOE"])
+def test_yarn_without_latent_attention_is_told_by_flags(name: str) -> None:
+    """Published configurations leave defaults out, and transformers 5 keeps the entry elsewhere."""
+    config: dict[str, object] = getattr(tiny_models, name)
+    plain = "--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 32"
+    assert f"{plain} --rotary-base" in " ".join(model_flags(config | {"rope_scaling": PLAIN_YARN}))
+    flags = " ".join(model_flags(config | {"rope_parameters": PLAIN_YARN | {"beta_fast": 16, "beta_slow": 2}}))
+    assert f"{plain} --yarn-beta-fast 16.0 --yarn-beta-slow 2.0 --rotary-base" in flags
+    assert "--rope-type" not in flags
+    assert "--use-rope-scaling" not in flags
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mscale": 1.0, "mscale_all_dim": 1.0},
+            r"mscale 1\.0 and mscale_all_dim 1\.0, which vLLM ignores without latent",
+        ),
+        ({"attention_factor": 1.2}, r"YaRN with attention_factor 1\.2: no model here has such a setting"),
+        ({"truncate": False}, "YaRN with truncate False: no model here has such a setting"),
+    ],
+)
+def test_yarn_on_which_implementations_differ_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        model_flags(tiny_models.QWEN3 | {"rope_scaling": PLAIN_YARN | changes})
 
 
 def test_dropout_is_what_the_configuration_says() -> None:

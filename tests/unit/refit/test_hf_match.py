@@ -66,6 +66,11 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("llama", {"rope_parameters": {"rope_theta": 7.0}, "rope_theta": None}, r"rope_theta is 7.0 .* \(--rotary-b"),
         ("llama", {"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-06 .* 1e-05 in this run \(--norm-epsilon\)"),
         ("llama", {"rope_scaling": LLAMA_3}, r"rope_scaling is .*llama3.* None in this run \(--use-rope-scaling"),
+        (
+            "llama",
+            {"rope_scaling": YARN},
+            r"rope_scaling is .*'yarn'.* None .* \(--position-embedding-type --rotary-sc",
+        ),
         ("llama", {"hidden_act": "gelu"}, r"hidden_act is 'gelu' .* 'silu' in this run \(--swiglu\)"),
         ("llama", {"attention_bias": True, "mlp_bias": True}, r"attention_bias is True .* \(--disable-bias-linear, "),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized .* copy in bfloat16"),

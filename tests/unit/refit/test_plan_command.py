@@ -269,7 +269,7 @@ def test_layers_of_a_model_that_does_not_fit_into_memory_are_sampled(
             "tp=2",
             r"\bquantization_config \(fp8\): plans are of weights in the type .* in the format fp8_block",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "tp=2", r"rope_scaling \(yarn\): no model that Megatron"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "tp=2", r"rope_scaling \(linear\): no model that Megatr"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "tp=2", r"rope_parameters \(longrope\): no model that Meg"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "tp=2", "sliding_window: the trainer's layers attend"),
     ],

@@ -100,6 +100,16 @@ def test_yarn_is_the_same_whatever_vllm_calls_it() -> None:
         check_same_model(trainer, engine)
 
 
+def test_yarn_is_the_same_whether_its_defaults_are_written_out() -> None:
+    entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    published = PUBLIC["qwen3-8b"] | {"rope_scaling": entry}
+    engine = Qwen3Config.from_dict(PUBLIC["qwen3-8b"] | {"rope_scaling": dict(entry)})
+    check_same_model(family_from_config(published).config(), engine)
+    engine.rope_parameters["factor"] = 2.0
+    with pytest.raises(ModelMismatchError, match=r"rope_parameters is .*'factor': 4.0.* and .*'factor': 2.0"):
+        check_same_model(family_from_config(published).config(), engine)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

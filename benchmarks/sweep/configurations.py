@@ -1,4 +1,4 @@
-"""Parallel configurations over GPUs, in code layouts: which Megatron and ETP can run, and the flags of each."""
+"""Parallel configurations over GPUs: which Megatron and ETP can run, and the flags of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelConfiguration:
     """Sizes of the parallel axes. Experts are not cut by tensor parallelism (``--expert-tensor-parallel-size 1``).
 
     Attributes:
@@ -92,40 +92,44 @@ class Layout:
         return " ".join([*sizes, f"mb{self.micro_batch}", *(["recompute"] if self.recompute else [])])
 
 
-def obstacle(model: Model, layout: Layout, global_batch: int) -> str:
-    """Why a layout cannot run; empty if it can."""
-    return next(_obstacles(model, layout, global_batch), "")
+def obstacle(model: Model, parallel: ParallelConfiguration, global_batch: int) -> str:
+    """Why a configuration cannot run; empty if it can."""
+    return next(_obstacles(model, parallel, global_batch), "")
 
 
-def _obstacles(model: Model, layout: Layout, global_batch: int) -> Iterator[str]:
+def _obstacles(model: Model, parallel: ParallelConfiguration, global_batch: int) -> Iterator[str]:
     shape = model.shape
-    if layout.gpus % (layout.tp * layout.pp * layout.cp):
-        yield f"{layout.gpus} GPUs do not divide by tp x pp x cp"
+    if parallel.gpus % (parallel.tp * parallel.pp * parallel.cp):
+        yield f"{parallel.gpus} GPUs do not divide by tp x pp x cp"
         return
-    if layout.dp % layout.etp:
-        yield f"etp {layout.etp} does not divide the data-parallel size {layout.dp}"
-    if global_batch % (layout.micro_batch * layout.dp):
-        yield f"a global batch of {global_batch} does not divide by microbatch {layout.micro_batch} x dp {layout.dp}"
-    if shape.layers % layout.pp:
-        yield f"{shape.layers} layers do not divide over {layout.pp} stages"
+    if parallel.dp % parallel.etp:
+        yield f"etp {parallel.etp} does not divide the data-parallel size {parallel.dp}"
+    if global_batch % (parallel.micro_batch * parallel.dp):
+        yield (
+            f"a global batch of {global_batch} does not divide by microbatch {parallel.micro_batch} x dp {parallel.dp}"
+        )
+    if shape.layers % parallel.pp:
+        yield f"{shape.layers} layers do not divide over {parallel.pp} stages"
     widths = (shape.heads, shape.kv_heads) if shape.experts else (shape.heads, shape.kv_heads, shape.ffn)
-    if any(width % layout.tp for width in widths):
-        yield f"heads, KV heads or MLP do not divide by tp {layout.tp}"
-    pieces = layout.tp * layout.cp * (2 if layout.cp > 1 else 1)  # causal attention pairs early pieces with late ones
+    if any(width % parallel.tp for width in widths):
+        yield f"heads, KV heads or MLP do not divide by tp {parallel.tp}"
+    pieces = (
+        parallel.tp * parallel.cp * (2 if parallel.cp > 1 else 1)
+    )  # causal attention pairs early pieces with late ones
     if shape.sequence % pieces:
         yield f"a sequence of {shape.sequence} does not divide into {pieces} pieces"
-    if layout.ep * layout.expert_etp == 1:
+    if parallel.ep * parallel.expert_etp == 1:
         return
-    if not shape.experts or shape.experts % layout.ep:
-        yield f"{shape.experts} experts do not divide by ep {layout.ep}"
-    if layout.gpus // layout.pp % (layout.ep * layout.expert_etp):
-        yield f"a stage's {layout.gpus // layout.pp} GPUs do not divide by ep x expert ETP"
+    if not shape.experts or shape.experts % parallel.ep:
+        yield f"{shape.experts} experts do not divide by ep {parallel.ep}"
+    if parallel.gpus // parallel.pp % (parallel.ep * parallel.expert_etp):
+        yield f"a stage's {parallel.gpus // parallel.pp} GPUs do not divide by ep x expert ETP"
 
 
-def layouts(
+def configurations(
     model: Model, gpus: int, global_batch: int, micro_batches: Sequence[int], ranks_per_host: int, max_tokens: int = 0
-) -> list[Layout]:
-    """All layouts that can run.
+) -> list[ParallelConfiguration]:
+    """All configurations that can run.
 
     Args:
         model: what is trained.
@@ -138,13 +142,13 @@ def layouts(
     found = []
     for micro_batch, recompute, axes in product(micro_batches, (False, True), _axes(model, gpus, ranks_per_host)):
         tp, pp, cp, ep, etp, expert_etp = axes
-        layout = Layout(
+        parallel = ParallelConfiguration(
             gpus=gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, expert_etp=expert_etp,
             micro_batch=micro_batch, recompute=recompute,
         )  # fmt: skip
         within = not max_tokens or micro_batch * model.shape.sequence // cp <= max_tokens
-        if within and not obstacle(model, layout, global_batch):
-            found.append(layout)
+        if within and not obstacle(model, parallel, global_batch):
+            found.append(parallel)
     return found
 
 
