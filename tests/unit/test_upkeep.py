@@ -50,7 +50,7 @@ def test_dockerfiles_install_extras_that_there_are(file: Path) -> None:
 
 def test_the_servers_container_starts_a_server_that_can_be_pushed_to() -> None:
     instructions = dict(_instructions(ROOT / "docker" / "server.Dockerfile"))
-    assert instructions["ARG"].removeprefix("VLLM=") in releases.ADAPTERS
+    assert instructions["ARG"].removeprefix("BASE=vllm/vllm-openai:v") in releases.ADAPTERS
     assert instructions["ENV"] == "VLLM_SERVER_DEV_MODE=1"
     command = json.loads(instructions["ENTRYPOINT"])
     assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "etp"}

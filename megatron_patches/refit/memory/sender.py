@@ -23,6 +23,7 @@ from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.planning.plan import Link, Plan
 
 _GROWTH = 3  # factor by which groups of loads that are digested together grow
+_MOST = 12  # loads of a group: what is digested together leaves together, once the last of it has been quantized
 
 
 class Sender:
@@ -37,6 +38,7 @@ class Sender:
         urgent: whether a GPU packs and digests before other work that is ready, such as quantizing what is sent later.
 
     Attributes:
+        urgent: as given: what is sent may still be written, in the order of the direct loads.
         loads: loads by destination. Sources start with different destinations, so that none is the first of all.
 
     Raises:
@@ -54,6 +56,7 @@ class Sender:
         urgent: bool = False,
     ) -> None:
         self._plan, self._rank, self._pool = plan, rank, pool
+        self.urgent = urgent
         self._port = open_port(memory, f"source rank {rank}", pool, urgent=urgent)
         self._base: BaseCopy | None = None  # of the version under way
         self._kept: BaseCopy | None = None  # the same, or that of an earlier version: ports cache what they compute
@@ -101,7 +104,7 @@ class Sender:
         while begin < len(loads):
             yield tuple(loads[begin : begin + count])
             begin += count
-            count *= _GROWTH if self._port.asynchronous else 1
+            count = min(count * _GROWTH, _MOST) if self._port.asynchronous else 1
 
     def pack(self, version: int) -> Iterator[tuple[Packet, Payload]]:
         """All packets and their payloads, in the order of :attr:`loads`, each in its own memory.

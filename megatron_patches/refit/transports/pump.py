@@ -85,7 +85,8 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
         # Digest ahead of what is being sent. One wave at a time, because the first load waits while others are begun.
         if waves and len(digesting) <= len(waves[0]):
             digesting.extend(sender.digest(waves.popleft(), version))
-        free = end.free_slot(packed, check)
+        # A packet of scales would make the digests behind it wait until the last weights are quantized.
+        free = end.free_slot(() if waves and sender.urgent else packed, check)
         if free is not None:
             loads = packed[free.destination]
             packing.append((free, sender.pack_into(loads.popleft(), version, free.payload)))

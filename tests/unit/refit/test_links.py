@@ -85,6 +85,41 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other() 
     receiver.close()
 
 
+@pytest.mark.parametrize("urgent", [False, True])
+def test_where_weights_are_still_quantized_packets_leave_after_the_loads_that_travel_in_place(urgent: bool) -> None:
+    """A packet has scales of all weights: what is digested behind it on a GPU would wait for the last of them."""
+    specs = [TensorSpec("a.scales", (4,), "bfloat16"), TensorSpec("w", (64, 16), "bfloat16")]
+    side = Manifest(
+        0,
+        "",
+        tuple(Storage(spec.name, spec.dtype, spec.numel, spec.numel) for spec in specs),
+        tuple(Placement(one.box, View(one.name, 0, one.shape, row_major_strides(one.shape))) for one in specs),
+    )
+    plan = make_plan(specs, [side], [side])
+    terms = {(0, 0): Terms(packet_bytes=512, reach=Reach.CONTIGUOUS, direct_bytes=32, load_bytes=32)}
+    random = np.random.default_rng(2)
+    held = {spec.name: random.integers(0, 2**16, spec.numel, dtype=np.uint16) for spec in specs}
+    taken = {name: np.zeros_like(values) for name, values in held.items()}
+    receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
+    sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
+    offers = {0: sender.offer(512, held), 1: receiver.offer(512)}
+    unpacker = Unpacker(plan, side, terms)
+    unpacker.begin(1, taken)
+    with closing(sender), closing(receiver), ThreadPoolExecutor(2) as pool:
+        linked = pool.submit(sender.connect, offers, {0: 512}, {0: plan.digests[0, 0]}, check)
+        receiver.connect(offers, {0: 512}, {0: plan.digests[0, 0]}, check)
+        linked.result()
+        packing = Sender(plan, 0, held, terms, urgent=urgent)
+        packed = [load.key for load in packing.loads[0] if not load.direct]
+        assert len(packing.loads[0]) - len(packed) == 64
+        sent = pool.submit(send_version, packing, sender, 1, check)
+        receive_version(unpacker, receiver, 20.0, check)
+        sent.result()
+        unpacker.verify()
+    came = [key in packed for key in unpacker._arrived]
+    assert came.index(True) >= 60 if urgent else came.index(True) < 4
+
+
 def test_a_source_announces_no_packets_of_another() -> None:
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
