@@ -105,7 +105,8 @@ class Case:
         gpu_only: why the case is not for CPUs; empty if it is.
         on_gpus: further flags of both runs on GPUs.
         needs: a package without which Megatron cannot run the case; empty for none.
-        slow: whether `make test` leaves it out: other cases cover most of it.
+        quick: whether `make test` runs it.
+        variant: whether continuous integration leaves it out: other cases cover most of it.
     """
 
     name: str
@@ -124,7 +125,8 @@ class Case:
     gpu_only: str = ""
     on_gpus: str = ""
     needs: str = ""
-    slow: bool = False
+    quick: bool = False
+    variant: bool = False
 
     @property
     def loss_tolerance(self) -> float:
@@ -166,10 +168,19 @@ class Case:
 CASES = (
     # Two ranks, one microbatch: (a + b) / 2 has one order, so all bits are equal but those of the norm, hence no
     # clipping. With more microbatches the stock run adds them up before it averages over ranks, as "reduce once" does.
-    Case("etp2_exact", 2, "--etp-size 2", common=ONE_MICROBATCH, tolerance=0.0),
+    Case("etp2_exact", 2, "--etp-size 2", common=ONE_MICROBATCH, tolerance=0.0, quick=True),
     Case("etp2_dropout_exact", 2, "--etp-size 2", common=f"{ONE_MICROBATCH} --hidden-dropout 0.1", tolerance=0.0),
     # In bf16 autograd rounds the sum of the two gradients of the shared weight, and sharding does not.
-    Case("etp2_tied_exact", 2, "--etp-size 2", model=GPT2, common=ONE_MICROBATCH, tolerance=0.0, exact_in_bf16=False),
+    Case(
+        "etp2_tied_exact",
+        2,
+        "--etp-size 2",
+        model=GPT2,
+        common=ONE_MICROBATCH,
+        tolerance=0.0,
+        exact_in_bf16=False,
+        quick=True,
+    ),
     Case(
         "etp2_full_recompute_exact",
         2,
@@ -203,7 +214,7 @@ CASES = (
         common="--group-query-attention --num-query-groups 2 --qk-layernorm --clip-grad 0.1",
     ),
     Case("etp2_per_token_loss", 2, "--etp-size 2", common="--calculate-per-token-loss"),
-    Case("etp2_bf16", 2, "--etp-size 2", common=f"--bf16 {COUNT_ZEROS}", tolerance=BF16_TOLERANCE),
+    Case("etp2_bf16", 2, "--etp-size 2", common=f"--bf16 {COUNT_ZEROS}", tolerance=BF16_TOLERANCE, quick=True),
     Case(
         "dp2_etp2_fp16",
         4,
@@ -213,10 +224,10 @@ CASES = (
         "--use-distributed-optimizer --overlap-grad-reduce",
         tolerance=BF16_TOLERANCE,
         cpu_only="on GPUs all cases are in bf16",
-        slow=True,
+        variant=True,
     ),
-    Case("etp4", 4, "--etp-size 4", slow=True),
-    Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation", slow=True),
+    Case("etp4", 4, "--etp-size 4", variant=True),
+    Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation", variant=True),
     Case(
         "etp4_padding",
         4,
@@ -224,7 +235,7 @@ CASES = (
         model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
         common=COUNT_ZEROS,
     ),
-    Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2", slow=True),
+    Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2", variant=True),
     Case("tp2_etp2_sequence", 4, "--etp-size 2", common="--tensor-model-parallel-size 2 --sequence-parallel"),
     Case(
         "tp2_etp2_latent_attention",
@@ -232,24 +243,25 @@ CASES = (
         "--etp-size 2",
         common=f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
         on_gpus="--no-rope-fusion",
-        slow=True,
+        variant=True,
     ),
-    Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2", slow=True),
+    Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2", variant=True),
     # Stages but the first start the reduction over replicas from outside; the others count gradients.
     Case(
         "pp2_etp2",
         4,
         "--etp-size 2",
         common="--pipeline-model-parallel-size 2 --overlap-grad-reduce --mtp-num-layers 1 --decoupled-lr 2e-3",
+        quick=True,
     ),
-    Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2", slow=True),
+    Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2", variant=True),
     Case(
         "pp2_etp2_interleaved",
         4,
         "--etp-size 2",
         model=LLAMA.replace("--num-layers 2", "--num-layers 4"),
         common="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce",
-        slow=True,
+        variant=True,
     ),
     # With two replicas: what comes too late for their reduction would differ on each.
     Case(
@@ -267,7 +279,7 @@ CASES = (
         "--etp-size 2",
         model=GPT2,
         common="--overlap-grad-reduce --ddp-bucket-size 9000",
-        slow=True,
+        variant=True,
     ),
     Case(
         "dp2_etp2_distributed_optimizer",
@@ -275,6 +287,7 @@ CASES = (
         "--etp-size 2",
         common=f"{COUNT_ZEROS} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
         "--ddp-bucket-size 9000",
+        quick=True,
     ),
     Case(
         "dp2_etp2_distributed_optimizer_bf16",
@@ -282,7 +295,7 @@ CASES = (
         "--etp-size 2",
         common="--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         tolerance=BF16_TOLERANCE,
-        slow=True,
+        variant=True,
     ),
     Case(
         "moe_ep2_expert_etp2",
@@ -299,7 +312,7 @@ CASES = (
         common=f"{MOE} {ROUTING} --spec tests.support.hybrid_on_cpu STACK",
         falls_to=0.9,
         cpu_only="the layers are those of a machine without Mamba's kernels and Transformer Engine",
-        slow=True,
+        variant=True,
     ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case(
@@ -307,14 +320,14 @@ CASES = (
         4,
         "--etp-size 4 --expert-etp-size 2",
         common=f"{MOE} --expert-model-parallel-size 2",
-        slow=True,
+        variant=True,
     ),
     Case(
         "moe_expert_etp4",
         4,
         "--expert-etp-size 4",
         common=f"{MOE} {COUNT_ZEROS} --moe-ffn-hidden-size 50",
-        slow=True,
+        variant=True,
     ),
     # Experts' biases are replicated over the ranks that share an expert's weights.
     Case(
@@ -325,14 +338,14 @@ CASES = (
         common=f"{MOE.replace('--moe-router-topk 2', '--moe-router-topk 1')} --moe-router-pre-softmax {LOG_NORM} "
         "--expert-model-parallel-size 2",
         cpu_only="the norm is computed by the same code on a GPU",
-        slow=True,
+        variant=True,
     ),
     Case(
         "moe_per_token_loss",
         4,
         "--etp-size 4 --expert-etp-size 2",
         common=f"{MOE} --expert-model-parallel-size 2 --calculate-per-token-loss",
-        slow=True,
+        variant=True,
     ),
     # Frozen: nothing is reduced for them, and below the first trained layer there is no backward pass at all.
     Case(
@@ -352,7 +365,7 @@ CASES = (
         "--etp-size 2",
         common="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
         freeze=r"^embedding\.|layers\.0\.|layers\.1\.mlp\.linear_fc1",
-        slow=True,
+        variant=True,
     ),
     Case(
         "frozen_layer_recomputed",
@@ -360,7 +373,7 @@ CASES = (
         "--etp-size 4",
         common=FULL_RECOMPUTE,
         freeze=r"layers\.1\.",
-        slow=True,
+        variant=True,
     ),
     Case(
         "frozen_expert",
@@ -369,7 +382,7 @@ CASES = (
         common=f"{MOE} --expert-model-parallel-size 2",
         freeze=r"layers\.1\..*local_experts\.0\.",
         grouped_experts=False,
-        slow=True,
+        variant=True,
     ),
     Case(
         "frozen_expert_distributed_optimizer",
@@ -378,7 +391,7 @@ CASES = (
         common=f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
         freeze=r"^embedding\.|layers\.0\..*local_experts\.1\.",
         grouped_experts=False,
-        slow=True,
+        variant=True,
     ),
     # The stock run computes shared experts on the stream of all others: two streams share slots and gradient buffers.
     Case(
@@ -386,11 +399,17 @@ CASES = (
         2,
         "--etp-size 2 --expert-etp-size 2 --moe-shared-expert-overlap",
         common=f"{MOE} --moe-shared-expert-intermediate-size 64",
-        slow=True,
+        variant=True,
     ),
     # Experts on two ranks, each whole on both without shards.
-    Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE, slow=True),
-    Case("moe_etp2_expert_etp2_recomputed", 2, "--etp-size 2 --expert-etp-size 2", common=f"{MOE} {FULL_RECOMPUTE}"),
+    Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE, variant=True),
+    Case(
+        "moe_etp2_expert_etp2_recomputed",
+        2,
+        "--etp-size 2 --expert-etp-size 2",
+        common=f"{MOE} {FULL_RECOMPUTE}",
+        quick=True,
+    ),
     Case(
         "etp2_muon_exact",
         2,
@@ -407,7 +426,7 @@ CASES = (
         model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
         common=f"{MOE} {MUON_FP32} --expert-model-parallel-size 2 --clip-grad 0.1",
         needs="emerging_optimizers",
-        slow=True,
+        variant=True,
     ),
     Case(
         "tp2_etp2_muon",
@@ -415,7 +434,7 @@ CASES = (
         "--etp-size 2",
         common=f"{MUON_FP32} --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
         needs="emerging_optimizers",
-        slow=True,
+        variant=True,
     ),
     # Steps are signs of averages of gradients, of which a rounding changes some.
     Case(
@@ -425,7 +444,7 @@ CASES = (
         common=f"{ONE_MICROBATCH} {LION}",
         tolerance=0.0,
         needs="emerging_optimizers",
-        slow=True,
+        variant=True,
     ),
     Case(
         "moe_ep2_expert_etp2_lion_padding",
@@ -434,7 +453,7 @@ CASES = (
         model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
         common=f"{MOE} {LION} --expert-model-parallel-size 2 --clip-grad 0.1",
         needs="emerging_optimizers",
-        slow=True,
+        variant=True,
     ),
     Case(
         "etp2_fused_accumulation",

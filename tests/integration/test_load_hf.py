@@ -133,7 +133,7 @@ def load_and_export(rank: int, world_size: int, spreads: tuple[Spread, ...], fol
     "spreads",
     [
         pytest.param(ON_1_RANK, id="1_rank"),
-        pytest.param(ON_2_RANKS, id="2_ranks", marks=pytest.mark.quick),
+        pytest.param(ON_2_RANKS, id="2_ranks"),
         pytest.param(ON_4_RANKS, id="4_ranks"),
     ],
 )

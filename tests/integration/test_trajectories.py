@@ -12,7 +12,7 @@ from tests.integration.cases import CASES, COUNT_ZEROS, LOG_NORM, Case
 from tests.integration.megatron_run import MegatronPool, Trajectory
 from tests.support.launch import on_gpus
 
-pytestmark = [pytest.mark.integration, pytest.mark.multiproc, pytest.mark.quick]
+pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
 
 STEPS = 20
 TRANSPORTS = ("copy_engine", "c10d") if on_gpus() else ("auto",)
@@ -25,7 +25,9 @@ def _parameters() -> list[Any]:
         reason = case.cpu_only if on_gpus() else case.gpu_only
         for transport in () if reason else TRANSPORTS:
             name = f"{case.ranks}ranks-{case.name}-{transport}"
-            marks = [pytest.mark.xdist_group(case.name), *([pytest.mark.slow] if case.slow else [])]
+            marks = [pytest.mark.xdist_group(case.name)]
+            marks += [pytest.mark.quick] if case.quick else []
+            marks += [pytest.mark.variant] if case.variant else []
             if case.needs and importlib.util.find_spec(case.needs) is None:
                 marks.append(pytest.mark.skip(reason=f"needs {case.needs}"))
             found.append(pytest.param(case, transport, id=name, marks=marks))

@@ -95,14 +95,9 @@ def test_modules_with_rows_and_columns_apart_equal_whole_ones(
     )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kind"),
-    [
-        pytest.param(recipe, kind, marks=[] if square and kind == "GroupedLinear" else [pytest.mark.slow])
-        for recipe, square in bodies.EMULATED.items()
-        for kind in bodies.KINDS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", bodies.KINDS)
+@pytest.mark.parametrize("recipe", bodies.EMULATED)
 def test_modules_in_nvfp4_equal_whole_ones_in_the_emulation(recipe: str, kind: str) -> None:
     arguments = (str(SHARED), recipe, kind, "c10d", 80)
     found = run_distributed(bodies.emulated_modules_equal_whole, 2, args=arguments, fresh=True, prepared=te_on_cpu)

@@ -121,6 +121,7 @@ def test_mixed_dtypes_are_refused_as_torch_refuses_them() -> None:
     assert "same dtype" in plain
 
 
+@pytest.mark.slow
 def test_compiled_models_and_optimizer_steps_match() -> None:
     # Fresh, because dynamo remembers what it has traced.
     run_distributed(bodies.compiled, 2, fresh=True)

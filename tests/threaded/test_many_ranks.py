@@ -57,7 +57,9 @@ def train(
     return out.detach(), grads, etp.full_state_dict(mine), hidden.layout.logical_rows(rank)
 
 
-@pytest.mark.parametrize(("world_size", "alignment"), [(8, 1), (8, 16), (32, 1), (128, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "alignment"), [(8, 1), (8, 16), (32, 1), pytest.param(128, 1, marks=pytest.mark.slow)]
+)
 def test_many_ranks_match_the_unsharded_model(world_size: int, alignment: int) -> None:
     source = model()
     outputs, grads = unsharded(source, world_size)
