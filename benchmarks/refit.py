@@ -64,6 +64,13 @@ QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 1
     "norm_topk_prob": True,
     "moe_intermediate_size": 768,
 }
+QWEN3_32B: Mapping[str, object] = {  # Qwen3-32B with 40 of its 64 layers: 42.1 GB
+    **QWEN3_8B,
+    "num_hidden_layers": 40,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_attention_heads": 64,
+}
 QWEN3_SMALL: Mapping[str, object] = {  # Qwen3-0.6B with 8 of its 28 layers: 0.56 GB
     **QWEN3_8B,
     "num_hidden_layers": 8,
@@ -95,6 +102,7 @@ TINY_MOE: Mapping[str, object] = {
 MODELS = {
     "qwen3-8b": (QWEN3_8B, "etp=2"),
     "qwen3-0.6b-8l": (QWEN3_SMALL, "etp=2"),
+    "qwen3-32b": (QWEN3_32B, "etp=2"),
     "qwen3-moe": (QWEN3_MOE, "ep=2,dp=2"),
     "tiny": (TINY, "etp=2"),
     "tiny-moe": (TINY_MOE, "ep=2,dp=2"),
