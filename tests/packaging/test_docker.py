@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patches.refit.vllm import releases
 from tests.packaging.conftest import ROOT, run
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -35,7 +37,7 @@ def copied(dockerfile: Path) -> list[str]:
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
 def test_what_is_copied_is_there_and_not_ignored(dockerfile: Path) -> None:
     admitted = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert copied(dockerfile)
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "etp", "megatron_patches"} <= {*copied(dockerfile)}
     assert [name for name in copied(dockerfile) if not (ROOT / name).exists()] == []
     assert [name for name in copied(dockerfile) if name.split("/")[0] not in admitted] == []
 
@@ -82,8 +84,21 @@ def test_the_server_is_started_as_the_readme_starts_it() -> None:
 
 
 @pytest.mark.quick
+def test_the_servers_guard_exists() -> None:
+    command = json.loads(dict(instructions(ROOT / "docker" / "server.Dockerfile"))["ENTRYPOINT"])
+    module, _, name = command[command.index("--middleware") + 1].rpartition(".")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    assert name in {
+        node.name for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.ClassDef)
+    }
+
+
+@pytest.mark.quick
 def test_the_servers_release_is_one_that_is_tested() -> None:
     found = dict(instructions(ROOT / "docker" / "server.Dockerfile"))
     release = found["ARG"].partition(":v")[2]
+    assert release in releases.ADAPTERS
     minor = release.rpartition(".")[0]
     assert f"=={release}" in (ROOT / "requirements" / f"vllm-{minor}.lock").read_text()

@@ -1,10 +1,7 @@
-"""What keeps the project going names files, commands and versions that exist: containers, workflows, templates."""
+"""What keeps the project going names files, commands and versions that exist: workflows, templates."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -16,53 +13,7 @@ import yaml
 from megatron_patches.refit.vllm import releases
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 SETUP = (ROOT / "setup.py").read_text()
-
-
-def _instructions(file: Path) -> list[tuple[str, str]]:
-    """Instructions of a Dockerfile, with continued lines joined."""
-    lines = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))
-    joined = re.sub(r"\\\n\s*", "", lines)
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
-
-
-def test_there_is_a_container_for_each_side() -> None:
-    assert [file.name for file in DOCKERFILES] == ["server.Dockerfile", "trainer.Dockerfile"]
-
-
-@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
-def test_dockerfiles_copy_what_there_is_and_the_context_has(file: Path) -> None:
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    copied = [path for word, rest in _instructions(file) if word == "COPY" for path in rest.split()[:-1]]
-    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "etp", "megatron_patches"} <= {*copied}
-    for path in copied:
-        assert (ROOT / path).exists(), path
-        assert any(path == name or path.startswith(f"{name}/") for name in kept), path
-
-
-@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
-def test_dockerfiles_install_extras_that_there_are(file: Path) -> None:
-    for extras in re.findall(r"'\.\[([a-z,]+)\]'", file.read_text()):
-        for extra in extras.split(","):
-            assert f'"{extra}": [' in SETUP
-
-
-def test_the_servers_container_starts_a_server_that_can_be_pushed_to() -> None:
-    instructions = dict(_instructions(ROOT / "docker" / "server.Dockerfile"))
-    assert instructions["ARG"].removeprefix("BASE=vllm/vllm-openai:v") in releases.ADAPTERS
-    assert instructions["ENV"] == "VLLM_SERVER_DEV_MODE=1"
-    command = json.loads(instructions["ENTRYPOINT"])
-    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "etp"}
-    module, _, name = command[command.index("--middleware") + 1].rpartition(".")
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    assert name in {
-        node.name for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.ClassDef)
-    }
-    # README starts its server by the same module.
-    assert f"python -m {command[2]}" in (ROOT / "README.md").read_text()
 
 
 def test_workflows_run_targets_and_scripts_that_there_are() -> None:
