@@ -164,7 +164,8 @@ class BlockQuantizer:
         self._amax = torch.zeros(blocks, device=device)
         self._scale, self._inverse = torch.ones_like(self._amax), torch.ones_like(self._amax)
         self._usable = torch.ones_like(self._amax, dtype=torch.bool)
-        self._events: list[torch.cuda.Event] = []  # as the bytes and scales before each of the next are written
+        # Of a cast: when an event has happened, what lies before the places of the same number is written.
+        self._events: list[torch.cuda.Event] = []
         self._begins: dict[str, list[int]] = {_BYTES: [], _SCALES: []}
         storages = [storage for storage in held.storages if storage.name in quantized]
         self._dtypes: dict[str, torch.dtype] = {storage.name: getattr(torch, storage.dtype) for storage in storages}
