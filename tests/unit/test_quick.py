@@ -47,8 +47,8 @@ def test_what_starts_megatron_vllm_or_pip_is_slow_unless_it_says_not(
 @pytest.mark.parametrize(
     ("path", "markers", "expected"),
     [
-        ("tests/integration/test_trajectories.py", ("slow",), True),
-        ("tests/integration/test_trajectories.py", ("quick",), False),
+        ("tests/integration/test_long_run.py", ("slow",), True),
+        ("tests/integration/test_long_run.py", ("quick",), False),
         ("tests/integration/test_export.py", (), False),
         ("tests/unit/test_benchmark_refit.py", (), False),
     ],
