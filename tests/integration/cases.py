@@ -179,7 +179,6 @@ CASES = (
         common=ONE_MICROBATCH,
         tolerance=0.0,
         exact_in_bf16=False,
-        quick=True,
     ),
     Case(
         "etp2_full_recompute_exact",

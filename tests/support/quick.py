@@ -1,8 +1,9 @@
 """How much of the tests runs: ``--quick``, all but variants, or all.
 
-``pytest --quick``, which `make test` runs, leaves out tests marked ``slow``, and draws fewer random examples.
-Continuous integration then runs the slow ones except for *variants*, which take long and differ little from another
-test that it runs. `make test-all` runs all, and so does a weekly job.
+``pytest --quick``, which `make test` runs, leaves out slow tests, and draws fewer random examples. Slow are tests
+marked ``slow``, tests in folders where each starts Megatron, vLLM or pip, and those of :data:`SLOW`. Continuous
+integration then runs the slow ones except for *variants*, which take long and differ little from another test that it
+runs. `make test-all` runs all, and so does a weekly job.
 """
 
 from __future__ import annotations
@@ -15,7 +16,42 @@ import pytest
 VARIABLE = "ETP_TESTS_QUICK"
 # Where a test is slow unless it says that it is not: each starts Megatron, vLLM or pip.
 SLOW_FOLDERS = frozenset({"integration", "packaging"})
-_FEWER = 8
+_FEWER = 16
+SLOW = (
+    r"multiproc/test_adapters.py::test_an_engine_receives_what_peft_would_save",
+    r"test_at_once.py::test_failures_are_named_at_once",
+    r"test_checkpoint.py::test_a_checkpoint_of_no_step",
+    r"test_checkpoint.py::test_any_number_of_ranks_loads_it_and_so_does_the_unsharded_model\[(4-1|1-4)\]",
+    r"test_checkpoint.py::test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened\[(?!adamw\])",
+    r"test_clipping.py::test_(every_way_to_clip_equals_the_unsharded_one|padding_is_no_smallest_element)\[4-",
+    r"test_clipping.py::test_loss_scaling_equals_the_unsharded_one\[(?!adamw fused)",
+    r"test_contract_engine.py::test_a_version_is_labelled_once_it_serves",
+    r"test_deepseek_v3.py::test_every_parameter_equals_that_of_a_live_model\[(?!alone)",
+    r"test_documentation.py::test_(example_of_a_plan|flags_named_when|the_way_of_one_box)",
+    r"test_engine.py::test_a_peer_that_dies_ends_the_others_with_the_weights_name\[backward",
+    r"test_engine.py::test_a_rank_holds_the_bytes_of_the_closed_form\[4-",
+    r"test_engine.py::test_look_ahead_across_passes_that_is_wrong_at_times_changes_no_number\[.*3\]",
+    r"test_experts.py::.*\[128\]",
+    r"test_file_transport.py::test_a_write_that_the_system_refuses",
+    r"test_fp8.py::test_(modules_equal_whole_ones|layers_in_and_out_of_fp8|modules_with_rows_and_columns_apart)",
+    r"test_fp8.py::test_(a_backward_pass_may_multiply_dequantized|rows_and_columns_are_read_in_any_order)",
+    r"test_grouping.py::test_a_group_stays_in_one_worker",
+    r"test_hierarchical.py::test_two_steps_equal_one\[(?!2-2-dtype0)",
+    r"test_lease.py::test_a_trainer_that_dies_leaves_no_server_paused\[(abort|wait)",
+    r"test_loose.py::test_layers_of_one_name_are_told_apart\[True",
+    r"test_optimizer_steps.py::test_another_thread_may_add_owners",
+    r"test_parties.py::test_threads_may_read_a_message_of_a_new_kind_at_once",
+    r"multiproc/test_publish.py::test_an_engine_serves_the_bits_of_each_version\[(?!shards)",
+    r"multiproc/test_publish.py::test_the_publisher_is_imported_without_megatron",
+    r"test_random_models.py::test_random_models_arrive_whole\[(Llama|Qwen2|Qwen3)\]",
+    r"test_replicated_modules.py::test_a_checkpoint_is_loaded_whatever_stays_replicated\[(2-2|3-2)",
+    r"test_state.py::test_full_states_go_between_world_sizes",
+    r"test_te_protocol.py::test_te_modules_equal_whole",
+    r"test_transports.py::test_when_a_process_is_killed_all_others_raise_soon\[.*(nixl|shm)",
+    r"test_trl_transfer.py::test_(the_main_process_of_two|copies_stay_where_they_are)",
+    r"test_unannounced.py::test_a_model_that_is_gone_on_one_rank",
+)
+"""Regular expressions of other tests that take seconds, beside which quicker ones cover most of the same."""
 VARIANTS = (
     r"test_simulate.py::test_large_fleets_meet_their_targets",
     r"test_live_faults.py::test_a_process_that_dies_ends_the_push_with_its_reason\[(engine-p|server-s|worker-s)",
@@ -102,7 +138,7 @@ VARIANTS = (
     r"test_stacked.py::test_they_train_as_unsharded_with_as_many_gathers_on_every_rank\[transposed-4\]",
 )
 """Regular expressions of the variants among slow tests."""
-_VARIANT = re.compile("|".join(VARIANTS))
+_SLOW, _VARIANT = (re.compile("|".join(patterns)) for patterns in (SLOW, VARIANTS))
 
 
 def configure(config: pytest.Config) -> None:
@@ -115,13 +151,14 @@ def configure(config: pytest.Config) -> None:
 
 
 def mark(item: pytest.Item) -> None:
-    """Mark a test ``slow`` if it is one by its folder, and ``variant`` if it is a slow one of :data:`VARIANTS`."""
-    if item.path.parent.name in SLOW_FOLDERS and item.get_closest_marker("quick") is None:
+    """Mark a test ``slow`` and ``variant`` if it is: by its folder, by :data:`SLOW`, or by :data:`VARIANTS`."""
+    of_folder = item.path.parent.name in SLOW_FOLDERS and item.get_closest_marker("quick") is None
+    if of_folder or _SLOW.search(item.nodeid):
         item.add_marker(pytest.mark.slow)
     if item.get_closest_marker("slow") is not None and _VARIANT.search(item.nodeid):
         item.add_marker(pytest.mark.variant)
 
 
 def examples(number: int) -> int:
-    """How many random examples to draw: ``number``, or an eighth of it with ``--quick``."""
+    """How many random examples to draw: ``number``, or a sixteenth of it with ``--quick``."""
     return max(1, number // _FEWER) if os.environ.get(VARIABLE) == "1" else number
