@@ -195,6 +195,7 @@ def finalize_on_a_full_disk(rank: int, world_size: int, folder: str) -> list[str
             errors.append(f"{type(error).__name__}: {error}")
         dist.barrier()
         errors.append(tracker.read_text())
+        dist.barrier()
     return errors
 
 

@@ -122,7 +122,7 @@ def test_bytes_that_were_counted_are_in_a_column_of_their_own() -> None:
     assert "bytes/element" not in table([OURS])
     counted = report(result("none", 1, 100.0), result("etp_c10d", 1, 110.0, bytes_per_element=33 / 32 + 33 / 32 + 2))
     lines = table([counted, OURS]).splitlines()
-    shown = [line.rstrip("| ").split(" | ")[-1] for line in lines if line.startswith("| ")]
+    shown = [line.removesuffix(" |").split(" | ")[-1] for line in lines if line.startswith("| ")]
     assert shown[:3] == ["bytes/element", "", "4.0625"]
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert [line for line in lines if line.startswith("bytes/element: ")]

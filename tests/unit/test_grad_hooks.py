@@ -74,8 +74,11 @@ class Case:
         for shard in self.shards:
             shard.register_post_accumulate_grad_hook(lambda param: self.ran.append(cast("Shard", param).fqn))
         self.group = WeightGroup(self.shards, world)
-        self.group.reduce_hooks.append(lambda shard: self.ran.append(f"group for {shard.fqn}" if shard else "group"))
+        self.group.reduce_hooks.append(self._group_told)
         self.hooks.watch(self.group)
+
+    def _group_told(self, shard: Shard | None) -> None:
+        self.ran.append("group" if shard is None else f"group for {shard.fqn}")
 
     def start(self) -> None:
         """A reduction is started at a use."""
