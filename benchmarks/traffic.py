@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,17 +117,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: Sizes,
     optimizer.step()
 
 
-def bytes_per_element(runtime: etp.EtpRuntime, microbatches: int) -> float:
+def bytes_per_element(runtimes: Iterable[etp.EtpRuntime], microbatches: int) -> float:
     """Bytes per element of a weight and microbatch, as counted by the engine since its counters were reset.
 
     Of whole weights: N ranks send (N - 1) / N of them. Without sums over microbatches, theory has a gather in the
     forward pass, one in the backward pass, and a reduction: 2 + 2 + 2 bytes in bf16.
 
     Args:
-        runtime: with weights of any formats.
+        runtimes: a model's, with weights of any formats.
         microbatches: so many were trained with.
     """
-    groups = runtime.groups
+    groups = [group for runtime in runtimes for group in runtime.groups]
     elements = sum(len(group.shards) * math.prod(group.layout.shape) for group in groups)
     return sum(group.gathered_bytes + group.reduced_bytes for group in groups) / elements / microbatches
 

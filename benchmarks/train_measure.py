@@ -92,6 +92,7 @@ class Result:
         other_gib: held outside of PyTorch's allocator, by purpose.
         closed_form_gib: what has to be held between two steps, by purpose.
         loss: of the last microbatch, as a hexadecimal float.
+        bytes_per_element: moved for each element of a weight in each microbatch; None where nothing counts it.
         trace: :class:`benchmarks.trace_times.TraceTimes`.
     """
 
@@ -105,6 +106,7 @@ class Result:
     other_gib: dict[str, float] = field(default_factory=dict)
     closed_form_gib: dict[str, float] = field(default_factory=dict)
     loss: str = ""
+    bytes_per_element: float | None = None
     trace: dict[str, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +128,10 @@ class Stepper:
         self._warm = False
 
     def prepare(self, microbatches: int) -> None:
-        """Warm up, and capture the graph if there is to be one. Collective."""
+        """Warm up, and capture the graph if there is to be one. Collective.
+
+        The capture, or the next step where there is none, is the first whose traffic is counted.
+        """
         system, side = self.system, self.system.stream
         steps = _WARM_UP_STEPS if system.graphed else 0 if self._warm else _EAGER_WARM_UP_STEPS
         self._warm = True
@@ -136,6 +141,7 @@ class Stepper:
                 system.step(microbatches)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+        system.reset_traffic()
         if not system.graphed:
             return
         graph = torch.cuda.CUDAGraph()
@@ -264,6 +270,7 @@ class Run:
                 other_gib={what: nbytes / GIB for what, nbytes in system.other_memory().items()},
                 closed_form_gib={what: nbytes / GIB for what, nbytes in expected.items()},
                 loss=float(system.loss).hex(),
+                bytes_per_element=system.bytes_per_element(microbatches),
             )
 
     def _time(self, name: str, microbatches: int) -> None:

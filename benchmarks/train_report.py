@@ -26,6 +26,11 @@ communication".
 GiB held: between two steps, symmetric memory included; closed form: docs/performance.md. exposed, idle: milliseconds of
 a traced step on rank 0 in which communication ran and no compute kernel did, and in which nothing ran. A graph's
 kernels are on other streams than they were captured on, so what is exposed cannot be told from its trace."""
+# Of a column that stands in tables of reports that have it: those of earlier versions do not.
+_MOVED_HEAD = "bytes/element"
+_MOVED_NOTE = """\
+bytes/element: gathered and reduced for each element of a weight in each microbatch, as ETP counts them; N GPUs send
+(N - 1) / N of them."""
 # A bar that is this much longer than the middle one is cut.
 _LONGEST_BAR = 3.0
 
@@ -54,6 +59,7 @@ class Row:
         peak_gib: in a step.
         exposed_ms: communication alone, in a traced step; None without a trace, and for a graph.
         idle_ms: nothing, in a traced step.
+        bytes_per_element: moved for each element of a weight in each microbatch; None if not counted.
     """
 
     system: str
@@ -75,6 +81,7 @@ class Row:
     peak_gib: float | None
     exposed_ms: float | None
     idle_ms: float | None
+    bytes_per_element: float | None
 
 
 def load(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -118,6 +125,7 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
         peak_gib=result["peak_gib"] + other if held else None,
         exposed_ms=None if result["system"].endswith(GRAPH) else trace.get("exposed"),
         idle_ms=trace.get("idle"),
+        bytes_per_element=result.get("bytes_per_element"),
     )
 
 
@@ -144,15 +152,19 @@ def _calculated_none(report: dict[str, Any], microbatches: int, reports: Sequenc
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, then what the columns mean, then what failed."""
-    lines = [_line(_HEAD), "|" + "---|" * len(_HEAD)]
-    lines += [_line(_cells(row)) for row in rows(reports)]
+    found = rows(reports)
+    head, cells, notes = _HEAD, [_cells(row) for row in found], NOTES
+    if any(row.bytes_per_element is not None for row in found):
+        head, notes = (*_HEAD, _MOVED_HEAD), f"{NOTES}\n{_MOVED_NOTE}"
+        cells = [[*line, _text(row.bytes_per_element, 4)] for line, row in zip(cells, found, strict=True)]
+    lines = [_line(head), "|" + "---|" * len(head), *map(_line, cells)]
     failed: dict[tuple[str, str], list[str]] = {}
     for report in reports:
         where = model_of(report) + (f" on {report['gpus']} GPUs" if report["gpus"] else "")
         for name, reason in report.get("failures", {}).items():
             failed.setdefault((where, reason), []).append(SYSTEMS.get(name, name))
     listed = [f"- {where}: {'; '.join(names)}: {reason}" for (where, reason), names in failed.items()]
-    return "\n".join([*lines, "", NOTES, *(["", "Failed:", "", *listed] if listed else [])])
+    return "\n".join([*lines, "", notes, *(["", "Failed:", "", *listed] if listed else [])])
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -131,6 +131,19 @@ class System:
         """Bytes that PyTorch's allocator does not know of, by purpose."""
         return {}
 
+    # Traffic -------------------------------------------------------------------------------------------------
+
+    def reset_traffic(self) -> None:
+        """Count what moves from here on, if this system counts it."""
+
+    def bytes_per_element(self, microbatches: int) -> float | None:
+        """What a step of this many microbatches has moved since; see :func:`benchmarks.traffic.bytes_per_element`.
+
+        None where nothing counts it. A replay of a CUDA graph is not counted, and moves what its capture has counted.
+        """
+        del microbatches
+        return None
+
     # To be built ---------------------------------------------------------------------------------------------
 
     def _new_parallel_state(self) -> dict[str, Any]:
@@ -270,6 +283,20 @@ class Etp(WeightSharded):
             raise RuntimeError("megatron_patches.apply() has not run")
         api.configure(MegatronEtpConfig(engine=engine))
         return super()._wrap()
+
+    def reset_traffic(self) -> None:
+        """As in the base class."""
+        from etp.wrap import runtimes_of
+
+        for runtime in runtimes_of(self.model):
+            runtime.counters.reset()
+
+    def bytes_per_element(self, microbatches: int) -> float | None:
+        """As in the base class."""
+        from benchmarks.traffic import bytes_per_element
+        from etp.wrap import runtimes_of
+
+        return bytes_per_element(runtimes_of(self.model), microbatches)
 
     def other_memory(self) -> dict[str, int]:
         """Symmetric memory: shards and gradients' receive ring."""

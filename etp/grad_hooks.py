@@ -15,7 +15,8 @@ scaled here. If autograd has added gradients of both kinds, or one that is reduc
 that is refused.
 If the shard has ``main_grad``, the gradient is added to it here: Megatron takes what autograd leaves in ``grad`` for
 part of what the reduction has added, and drops it. If Transformer Engine fuses the accumulation, autograd has added
-TE's placeholder to this gradient. Both are then left to be dropped, as in Megatron without sharding.
+TE's placeholder to this gradient. Both are then left to be dropped, as in Megatron without sharding. Its hooks run as
+those of other shards, unless it is captured: Megatron itself runs them after each replay.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class GradHooks:
         used_further: groups with a reduction in this pass whose last use autograd has not reported yet, each with the
             shard that reports it.
         done: groups whose hooks the end of a reduction has run in this pass.
-        owed: groups and shards whose hooks run when the pass ends, by ``id``, because tensors do not compare to a bool.
+        owed: what runs the hooks of a group or a shard when the pass ends, by ``id`` of that group or shard.
         replayed: ``id`` of the shards whose gradients the replays of a captured part return.
         brought: ``id`` of the shard whose gradient autograd itself delivers and accumulates next; None if there is
             none.
@@ -75,9 +76,11 @@ class GradHooks:
         self._before_own = before_own
         self.used_further: dict[WeightGroup, Shard] = {}
         self.done: set[WeightGroup] = set()
-        self.owed: dict[int, WeightGroup | Shard] = {}
+        self.owed: dict[int, Callable[[], None]] = {}
         self.replayed: set[int] = set()
         self.brought: int | None = None
+        self._told_of_replays: set[int] = set()
+        """``id`` of the captured shards with ``main_grad``, whose hooks Megatron runs after a replay."""
         self._handles: dict[int, list[RemovableHandle]] = {}
         """Handles of autograd's hooks on watched shards, by ``id``: of the use and, once it was needed, of the
         accumulation, because autograd calls that one for every shard in every pass."""
@@ -92,6 +95,7 @@ class GradHooks:
         """Stop watching these groups."""
         for shard in (shard for group in groups for shard in group.shards):
             self.replayed.discard(id(shard))
+            self._told_of_replays.discard(id(shard))
             for handle in self._handles.pop(id(shard), ()):
                 handle.remove()
 
@@ -133,7 +137,7 @@ class GradHooks:
         if is_placeholder or self._modes.captures_part(grad):
             return None
         main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
-        if shard.has_reduce_hooks and (main_grad is None or id(shard) in self.replayed):
+        if (shard.has_reduce_hooks or shard.weight_group.reduce_hooks) and id(shard) not in self._told_of_replays:
             self._run_when_accumulated(shard)
         self._before_own(shard.weight_group)
         for pending in self._pending:
@@ -192,15 +196,15 @@ class GradHooks:
         if self._modes.now.is_part:
             # Only a replay computes the gradient.
             for shard in trained:
-                if getattr(shard, "main_grad", None) is None:
-                    self.replayed.add(id(shard))
+                is_returned = getattr(shard, "main_grad", None) is None
+                (self.replayed if is_returned else self._told_of_replays).add(id(shard))
         elif not run_hooks:
             pass
         elif chosen is not None:
             # Only these shards' hooks, and not before the pass ends: the shard that reports may not be among them.
-            self.owed.update((id(shard), shard) for shard in trained)
+            self.owed.update((id(shard), partial(group.run_hooks_of, shard)) for shard in trained)
         elif group in self.used_further:
-            self.owed[id(group)] = group
+            self.owed[id(group)] = group.run_reduce_hooks
         else:
             self.owed.pop(id(group), None)
             self.done.add(group)
@@ -210,7 +214,7 @@ class GradHooks:
         """Run the owed hooks of groups and shards with no reduction in flight; the end of a reduction runs its own."""
         in_flight = {id(one) for pending in self._pending for one in (pending.group, *pending.group.shards)}
         for key in [key for key in self.owed if key not in in_flight]:
-            self.owed.pop(key).run_reduce_hooks()
+            self.owed.pop(key)()
 
     def _run_when_accumulated(self, shard: Shard) -> None:
         """Run the hooks of ``shard`` once autograd has accumulated the gradient that it is about to deliver."""
@@ -228,9 +232,9 @@ class GradHooks:
             return
         own = [pending for pending in self._pending if pending.group is group]
         if not own:
-            shard.run_reduce_hooks()
+            group.run_hooks_of(shard)
         elif all(pending.belated for pending in own):
-            self.owed[id(shard)] = shard
+            self.owed[id(shard)] = partial(group.run_hooks_of, shard)
 
 
 def chosen_shards(group: WeightGroup) -> Chosen:

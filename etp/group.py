@@ -88,8 +88,9 @@ class WeightGroup:
         """What was observed last (:meth:`note_observed`); None if nothing."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
-        self.reduce_hooks: list[Callable[[], None]] = []
-        """Called whenever a backward pass's gradients have been added to the shards."""
+        self.reduce_hooks: list[Callable[[Shard | None], None]] = []
+        """Called whenever a backward pass's gradients have been added to the shards: with the shard if it is one that
+        autograd alone has brought a gradient, otherwise with None."""
         self.format: WeightFormat | None = None
         """How its weights are gathered; None: as they are stored."""
         self.format_is_known = False
@@ -442,11 +443,17 @@ class WeightGroup:
     def run_reduce_hooks(self) -> None:
         """Run the hooks of the group and of its trained shards: the gradients of one backward pass are complete."""
         for hook in self.reduce_hooks:
-            hook()
+            hook(None)
         if any(map(_HAS_REDUCE_HOOKS, self.shards)):
             for shard in itertools.compress(self.shards, self.trained()):
                 if shard.has_reduce_hooks:
                     shard.run_reduce_hooks()
+
+    def run_hooks_of(self, shard: Shard) -> None:
+        """Run the hooks of one shard, to which autograd has added all of a backward pass's gradient."""
+        for hook in self.reduce_hooks:
+            hook(shard)
+        shard.run_reduce_hooks()
 
     def begin_reduction(self, nbytes: int) -> None:
         """Record the start of a reduction of ``nbytes`` bytes of gradients.

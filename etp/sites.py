@@ -29,7 +29,6 @@ class Site:
         self.path = path
         self.module = module
         self.names = names
-        self.grouped = is_grouped(module)
         self.stacked = stacked
 
     @property

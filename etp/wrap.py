@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,23 +94,22 @@ def shard_module(
         PeerMismatchError: if the ranks hold different weights, or shard different ones, or another rank refuses, with
             its reason; nothing is changed then.
     """
-    config = config or EtpConfig()
-    expert_group = expert_group or etp_group
-    _refuse_groups_of_others(etp_group, expert_group)
+    groups = _Groups(etp_group, expert_group or etp_group)
+    _refuse_groups_of_others(groups)
     runtime = EtpRuntime(config)
     experts = {p for part in module.modules() if is_grouped(part) for p in part.parameters(recurse=False)}
     planned: _Plan | Exception
     try:
-        planned = _plan(module, replicated_modules, runtime, etp_group, expert_group)
+        planned = _plan(module, replicated_modules, runtime, groups)
     except (RuntimeError, TypeError, ValueError) as error:
         planned = error
-    apart = [expert_group] if experts and expert_group is not etp_group else []
-    plan = unless_refused(planned, [etp_group, *apart], "shard_module")
-    _compare(module, plan, experts, etp_group, expert_group)
-    _replace(module, plan.sites, plan.layouts, etp_group, expert_group)
+    used = dict.fromkeys(groups if experts else [etp_group])
+    plan = unless_refused(planned, list(used), "shard_module")
+    _compare(module, plan, experts, groups)
+    _replace(module, plan, groups)
     runtime.adopt(module)
-    _register_replicated(module, runtime, etp_group, expert_group)
-    for group in [etp_group, *apart]:
+    _register_replicated(module, runtime, groups)
+    for group in used:
         runtime.agree_on_name(group, module)
     check_uses(module, runtime)
     # Last, because the checks of a module of experts that is the root find shards in it.
@@ -118,8 +118,19 @@ def shard_module(
     return runtime
 
 
-def _refuse_groups_of_others(etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup) -> None:
-    for label, group in (("etp_group", etp_group), ("expert_group", expert_group)):
+class _Groups(NamedTuple):
+    """The ranks to shard over, and those to shard experts over; possibly the same."""
+
+    etp_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
+
+    def of(self, module: nn.Module) -> dist.ProcessGroup:
+        """The group of a module's own parameters."""
+        return self.expert_group if is_grouped(module) else self.etp_group
+
+
+def _refuse_groups_of_others(groups: _Groups) -> None:
+    for label, group in groups._asdict().items():
         if dist.get_rank(group) < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
@@ -127,10 +138,10 @@ def _refuse_groups_of_others(etp_group: dist.ProcessGroup, expert_group: dist.Pr
             )
 
 
-def _refuse_other_groups(root: nn.Module, etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup) -> None:
+def _refuse_other_groups(root: nn.Module, groups: _Groups) -> None:
     """Refuse layers already sharded over other ranks than their replicated parameters would be combined over."""
     for path, module in root.named_modules():
-        label, group = ("expert_group", expert_group) if is_grouped(module) else ("etp_group", etp_group)
+        label, group = "expert_group" if is_grouped(module) else "etp_group", groups.of(module)
         for name, param in module.named_parameters(path, recurse=False):
             if isinstance(param, ETPShardedParam) and not _same_ranks(param.group, group):
                 raise ValueError(
@@ -168,13 +179,7 @@ class _Plan:
     layouts: dict[int, ShardLayout]
 
 
-def _plan(
-    root: nn.Module,
-    replicated_modules: Iterable[nn.Module],
-    runtime: EtpRuntime,
-    etp_group: dist.ProcessGroup,
-    expert_group: dist.ProcessGroup,
-) -> _Plan:
+def _plan(root: nn.Module, replicated_modules: Iterable[nn.Module], runtime: EtpRuntime, groups: _Groups) -> _Plan:
     """Validate, on this rank alone, everything before the first weight is sharded."""
     _refuse_wrappers(root)
     chosen = replicated_below(root, replicated_modules)
@@ -182,34 +187,23 @@ def _plan(
     refuse_partly_shared(sites)
     sites = [site for site in sites if not site.is_sharded]
     refuse_kept_elsewhere(root, sites)
-    _refuse_other_groups(root, etp_group, expert_group)
+    _refuse_other_groups(root, groups)
     runtime.require_adoptable(root)
-    return _Plan(sites, chosen, _checked_layouts(root, sites, chosen, etp_group, expert_group, runtime.config))
+    return _Plan(sites, chosen, _checked_layouts(root, sites, chosen, groups, runtime.config))
 
 
-def _compare(
-    root: nn.Module,
-    plan: _Plan,
-    experts: Container[nn.Parameter],
-    etp_group: dist.ProcessGroup,
-    expert_group: dist.ProcessGroup,
-) -> None:
+def _compare(root: nn.Module, plan: _Plan, experts: Container[nn.Parameter], groups: _Groups) -> None:
     """Raise PeerMismatchError unless all ranks would cut the same weights of the same values. Collective."""
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
     # Replicated weights are named differently, so that ranks that would shard different weights differ.
     named = {f"{n} (replicated)" if p in plan.chosen.params else n: p for n, p in plain.items()}
-    check_peers_agree({n: p for n, p in named.items() if p not in experts}, etp_group, "shard_module")
+    check_peers_agree({n: p for n, p in named.items() if p not in experts}, groups.etp_group, "shard_module")
     if experts:
-        check_peers_agree({n: p for n, p in named.items() if p in experts}, expert_group, "shard_module")
+        check_peers_agree({n: p for n, p in named.items() if p in experts}, groups.expert_group, "shard_module")
 
 
 def _checked_layouts(
-    root: nn.Module,
-    sites: list[Site],
-    chosen: Replicated,
-    etp_group: dist.ProcessGroup,
-    expert_group: dist.ProcessGroup,
-    config: EtpConfig,
+    root: nn.Module, sites: list[Site], chosen: Replicated, groups: _Groups, config: EtpConfig
 ) -> dict[int, ShardLayout]:
     """How each weight will be cut, by ``id`` of the parameter."""
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
@@ -224,7 +218,7 @@ def _checked_layouts(
     _refuse_one_memory(plain, {param for site in sites for param in site.params()})
     for path, module in root.named_modules():
         _refuse_rescaled_table(path, module, chosen)
-        if is_grouped(module) and module in chosen.modules and not _same_ranks(etp_group, expert_group):
+        if is_grouped(module) and module in chosen.modules and not _same_ranks(*groups):
             raise ValueError(
                 f"{path} is in replicated_modules, but its gradients would be combined over expert_group, which has "
                 "other ranks than etp_group; leave it out, so that it is sharded over expert_group"
@@ -232,7 +226,7 @@ def _checked_layouts(
     replicated_before = {param for runtime in runtimes_of(root) for param in runtime.replicated.groups}
     layouts: dict[int, ShardLayout] = {}
     for site in sites:
-        size = dist.get_world_size(expert_group if site.grouped else etp_group)
+        size = dist.get_world_size(groups.of(site.module))
         for name, attribute in zip(site.full_names(), site.names, strict=True):
             if site.module._parameters.get(attribute) in replicated_before:
                 raise ValueError(
@@ -310,21 +304,15 @@ def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter
     return param
 
 
-def _replace(
-    root: nn.Module,
-    sites: list[Site],
-    layouts: dict[int, ShardLayout],
-    etp_group: dist.ProcessGroup,
-    expert_group: dist.ProcessGroup,
-) -> None:
+def _replace(root: nn.Module, plan: _Plan, groups: _Groups) -> None:
     # Holds the originals too: an id may be used again as soon as its object is gone.
     done: dict[int, tuple[nn.Parameter, ETPShardedParam]] = {}
-    for site in sites:
-        group = expert_group if site.grouped else etp_group
+    for site in plan.sites:
+        group = groups.of(site.module)
         fresh: list[ETPShardedParam] = []
         for param in site.params():
             if id(param) not in done:
-                fresh.append(ETPShardedParam.from_full(param, group, layouts[id(param)].pad_for_alignment))
+                fresh.append(ETPShardedParam.from_full(param, group, plan.layouts[id(param)].pad_for_alignment))
                 # Attributes that users have set on the parameter, such as flags for the optimizer, are kept.
                 fresh[-1].__dict__.update({k: v for k, v in vars(param).items() if k not in vars(fresh[-1])})
                 if param.grad_dtype is not param.dtype:
@@ -350,16 +338,13 @@ def _replace_stacked(sites: list[Site]) -> None:
         StackedWeights(module, names, uses)
 
 
-def _register_replicated(
-    root: nn.Module, runtime: EtpRuntime, etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup
-) -> None:
+def _register_replicated(root: nn.Module, runtime: EtpRuntime, groups: _Groups) -> None:
     if runtime.config.reduce_once_per_iteration:
         logger.info("replicated gradients are still combined at every backward; only sharded weights wait")
     for path, module in root.named_modules():
-        group = expert_group if is_grouped(module) else etp_group
         for name, param in module.named_parameters(path, recurse=False):
             if not isinstance(param, ETPShardedParam):
-                runtime.replicated.register(param, group, name)
+                runtime.replicated.register(param, groups.of(module), name)
 
 
 def runtimes_of(module: nn.Module) -> list[EtpRuntime]:

@@ -26,6 +26,10 @@ class Transport(ABC):
     """Whether gathers read published copies rather than the shards themselves."""
     pairs: ClassVar[bool] = False
     """Whether :meth:`pair` detects ranks that start different collectives, before any data is sent."""
+    capturing = False
+    """Whether a CUDA graph is being captured."""
+    captured = False
+    """Whether one is, or has been: its replays refer to this transport's memory, and are not visible here."""
 
     @abstractmethod
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
@@ -140,6 +144,8 @@ class Transport(ABC):
 
     def change_mode(self, *, capturing: bool) -> None:
         """Change modes: a CUDA graph capture begins, with the device idle, or has ended."""
+        self.capturing = capturing
+        self.captured |= capturing
 
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""

@@ -212,6 +212,7 @@ class C10dTransport(Transport):
 
     def change_mode(self, *, capturing: bool) -> None:
         """See :class:`etp.collectives.base.Transport`."""
+        super().change_mode(capturing=capturing)
         if capturing and self._replays is None and self._gpu is not None:
             # NCCL watches only the collectives that it starts itself, not those of a replay.
             limit = self._group._get_backend(self._gpu).options._timeout.total_seconds()

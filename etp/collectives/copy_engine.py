@@ -209,7 +209,6 @@ class CopyEngineTransport(Transport):
         self._updates = Copies([])
         """The copies that update the arena from the shards."""
         self._gathered = False
-        self._capturing = self._captured = False
         self._kept: list[SymmetricBuffer] = []
         self._ring, self._stages = _Ring("gradients on their way"), _Ring("shards on their way")
         self._sums: dict[tuple[str, int], _Sum] = {}
@@ -234,11 +233,10 @@ class CopyEngineTransport(Transport):
         }
 
     def change_mode(self, *, capturing: bool) -> None:
-        """Drop events recorded so far: a CUDA graph capture begins, with the device idle, or has ended."""
+        """See :class:`etp.collectives.base.Transport`. Drops the events recorded so far."""
+        super().change_mode(capturing=capturing)
         self._local_end = None
         self._own_read.clear()
-        self._capturing = capturing
-        self._captured |= capturing
 
     # Gathering -----------------------------------------------------------------------------------------------
 
@@ -256,7 +254,7 @@ class CopyEngineTransport(Transport):
     def finish_reading(self) -> None:
         """See :class:`etp.collectives.base.Transport`."""
         # Gathers of a replayed graph are not visible here.
-        if not self._gathered and not self._captured:
+        if not self._gathered and not self.captured:
             return
         self._exchange(_Channel.READERS_DONE)
         self._exchange(_Channel.PUBLISHED)
@@ -316,7 +314,7 @@ class CopyEngineTransport(Transport):
     def _drop_unused(self, groups: Sequence[Stack]) -> None:
         """Free memory for quantized copies that holds none of ``groups``, unless a graph may refer to it."""
         used = [buffer for buffer in self._quantized if any(_holds(buffer, shards) for shards in groups)]
-        if self._captured:
+        if self.captured:
             self._kept += [buffer for buffer in self._quantized if buffer not in used]
         self._quantized = used
 
@@ -467,14 +465,14 @@ class CopyEngineTransport(Transport):
                 f"{nbytes} bytes of symmetric memory for {what} cannot be made while a CUDA graph is captured; run "
                 "the same passes at least once before the capture"
             )
-        if former is not None and self._captured:
+        if former is not None and self.captured:
             self._kept.append(former)
         # A group of one rank sends nothing, but symmetric memory cannot be empty.
         return SymmetricBuffer(self._group, max(nbytes, _ALIGNMENT), self._device)
 
     def watch_replays(self) -> None:
         """See :class:`etp.collectives.base.Transport`."""
-        if self._captured:
+        if self.captured:
             self.watch("the replay of a CUDA graph")
 
     def _stream(self) -> int:
@@ -487,7 +485,7 @@ class CopyEngineTransport(Transport):
     def expect(self, end: Any, label: str) -> None:
         """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
         # Nothing runs while a graph is captured; watch_replays covers replays.
-        if not self._capturing:
+        if not self.capturing:
             self._watchdog.expect(end, f"{label} {self._who}")
 
 

@@ -103,11 +103,10 @@ class HierarchicalTransport(C10dTransport):
         super().__init__(group, fp32_accumulation=fp32_accumulation, timeout_s=timeout_s, device=device)
         self._within, self._between = within, between
         self._hosts = hosts
-        self._capturing = False
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
-        if self._capturing:
+        if self.capturing:
             return super().all_gather(outputs, shards, label)
         self.record(label)
         blocks = self._by_host(outputs)
@@ -118,7 +117,7 @@ class HierarchicalTransport(C10dTransport):
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
-        if self._capturing:
+        if self.capturing:
             return super().reduce_scatter(wgrads, sinks, divisor, label, accumulate=accumulate)
         self.record(label)
         blocks = self._by_host(wgrads)
@@ -128,11 +127,6 @@ class HierarchicalTransport(C10dTransport):
             self._columns(sums, sinks), sinks, divisor, f"{label} between hosts", accumulate=accumulate
         )
         return _SecondStep(self, second, label)
-
-    def change_mode(self, *, capturing: bool) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        super().change_mode(capturing=capturing)
-        self._capturing = capturing
 
     def nbytes(self) -> dict[str, int]:
         """See :class:`etp.collectives.base.Transport`."""

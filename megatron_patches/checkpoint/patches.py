@@ -160,10 +160,40 @@ def _file_records() -> tuple[PatchRecord, ...]:
             reason="fails with an error that does not name the folder, and the rank that could not write on one only",
             sha256="ffdb441f1c4399f5",
         ),
+        *_records_of_files_of_one_rank(),
         PatchRecord(
             target="megatron.training.checkpointing:_get_checkpoint_format",
             replace=_deferred("verify", "wrap_get_checkpoint_format"),
             reason="takes a torch_dist checkpoint without metadata.json for another format",
             sha256="cc5a38c037f34c4c",
+        ),
+    )
+
+
+def _records_of_files_of_one_rank() -> tuple[PatchRecord, ...]:
+    return (
+        PatchRecord(
+            target="megatron.core.dist_checkpointing.core:save_config",
+            replace=_deferred("written", "wrap_save_config"),
+            reason="fails on one rank while the others wait for it; the file is there already, or all have failed",
+            sha256="2397936cef35752b",
+        ),
+        PatchRecord(
+            target="megatron.core.msc_utils:MaybeMultiStorageClient.__getattr__",
+            replace=_deferred("written", "wrap_getattr_of_client"),
+            reason="empties a file before it is known whether its new text finds room",
+            sha256="dcd5b3f44a6d5e48",
+        ),
+        *(
+            PatchRecord(
+                target=f"megatron.training.{target}",
+                replace=_deferred("written", replacement),
+                reason="fails on one rank, which notes the newest checkpoint, while the others wait for it",
+                sha256=sha256,
+            )
+            for target, replacement, sha256 in (
+                ("checkpointing:save_checkpoint", "wrap_save_checkpoint", "31bfe5183153ad30"),
+                ("async_utils:schedule_async_save", "wrap_schedule_async_save", "d2c48e703f5df061"),
+            )
         ),
     )

@@ -39,11 +39,15 @@ class GroupReady:
         """Include ``expert``; ``hook`` is Megatron's own hook for this expert alone."""
         self._hooks[expert] = hook
 
-    def __call__(self) -> None:
-        """Notify that all gradients are complete."""
+    def __call__(self, expert: Any = None) -> None:
+        """Notify that the gradient of one expert is complete; None: all of them."""
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
         if is_graph_capturing():
+            return
+        if expert is not None:
+            if expert in self._hooks:  # it may have been frozen when the hooks were made
+                self._hooks[expert]()
             return
         with torch._C.DisableTorchFunctionSubclass():
             all_reduced = all(grad is None for grad in map(_GRAD, self._hooks))

@@ -6,6 +6,7 @@ together by the names of the layers. Nothing of ``megatron_patches.checkpoint`` 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import io
@@ -13,6 +14,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,7 +105,7 @@ def run_refused(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple
 
 
 def run_on_a_full_disk(
-    rank: int, world_size: int, arguments: tuple[str, ...], full: int, index_only: bool
+    rank: int, world_size: int, arguments: tuple[str, ...], full: int, what: str
 ) -> tuple[list[float], str]:
     """Train with flags that save often; the disk of one rank becomes full behind the first save.
 
@@ -112,7 +114,7 @@ def run_on_a_full_disk(
         world_size: ranks.
         arguments: the flags.
         full: that rank.
-        index_only: whether its parts find room, and only what it writes of the index does not.
+        what: finds no room: "its part", "the index", or a file's name.
 
     Returns:
         the losses until then, and the error's class and text.
@@ -123,18 +125,25 @@ def run_on_a_full_disk(
     save, step = training.save_checkpoint, training.train_step
     saved: list[int] = []
     writer: Any = FileSystemWriter
-    finish = writer.finish
+    finish, plain_open = writer.finish, open
     losses: list[float] = []
+
+    def is_full(of: str) -> bool:
+        return rank == full and len(saved) > 1 and of == what
 
     def limited_save(iteration: int, *args: Any, **kwargs: Any) -> Any:
         saved.append(iteration)
-        is_full = rank == full and len(saved) > 1
-        with files_of(MOST_OF_A_FULL_DISK) if is_full and not index_only else contextlib.nullcontext():
+        with files_of(MOST_OF_A_FULL_DISK) if is_full("its part") else contextlib.nullcontext():
             return save(iteration, *args, **kwargs)
 
     def limited_finish(*args: Any) -> None:
-        with files_of(100) if rank == full and len(saved) > 1 and index_only else contextlib.nullcontext():
+        with files_of(100) if is_full("the index") else contextlib.nullcontext():
             finish(*args)
+
+    def limited_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        # Megatron writes these two by their names, our patch beside them.
+        name = Path(str(file)).name.removesuffix(".new")
+        return plain_open("/dev/full" if mode == "w" and is_full(name) else file, mode, *args, **kwargs)
 
     def recording_step(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
@@ -142,15 +151,52 @@ def run_on_a_full_disk(
         return result
 
     training.save_checkpoint, training.train_step = limited_save, recording_step
-    writer.finish = limited_finish
+    writer.finish, builtins.open, io.open = limited_finish, limited_open, limited_open  # type: ignore[assignment]
     try:
         train(rank, world_size, arguments)
     except BaseException as error:  # noqa: BLE001 - of whatever class it is
         return losses, f"{type(error).__name__}: {error}"
     finally:
         training.save_checkpoint, training.train_step = save, step
-        writer.finish = finish
+        writer.finish, builtins.open, io.open = finish, plain_open, plain_open
     return losses, ""
+
+
+def finalize_on_a_full_disk(rank: int, world_size: int, folder: str) -> list[str]:
+    """What each rank is told of two asynchronous saves, and the newest checkpoint after each.
+
+    Rank 0 finds no room for the number of the first one.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.msc_utils import maybe_msc
+
+    from megatron_patches.checkpoint.written import wrap_schedule_async_save
+
+    del world_size
+    megatron_patches.apply()
+    tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+    errors = []
+
+    def note(text: str) -> None:
+        with maybe_msc.open(str(tracker), "w") as file:
+            file.write(text)
+
+    def schedule(request: Any) -> None:
+        for function in request.finalize_fns:
+            function()
+
+    for text, most_bytes in (("100", 2), ("12", 100)):
+        request = AsyncRequest(None, (), [functools.partial(note, text)] if rank == 0 else [])
+        try:
+            with files_of(most_bytes) if rank == 0 else contextlib.nullcontext():
+                wrap_schedule_async_save(schedule)(request)
+            errors.append("")
+        except Exception as error:  # noqa: BLE001 - of whatever class it is
+            errors.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+        errors.append(tracker.read_text())
+        dist.barrier()
+    return errors
 
 
 def stored(rank: int, world_size: int, directory: str) -> bytes:

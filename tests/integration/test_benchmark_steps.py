@@ -93,6 +93,8 @@ def test_a_whole_run_measures_profiles_and_says_what_cannot_run(pool: WorkerPool
         assert result["host_ms"] > 0
         assert result["trace"]["exposed"] == 0.5
         assert report["seconds"][name] > 0
+        # Gathered for the output layer's forward pass, and reduced; the embedding too, whose gradient reads no weight.
+        assert result["bytes_per_element"] == (0.0 if name == "etp_c10d" else None)
     assert report["doing"] == ""
     profiles = json.loads((tmp_path / "profile.json").read_text())
     assert set(profiles) == set(measured)

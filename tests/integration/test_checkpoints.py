@@ -21,6 +21,7 @@ from tests.support.launch import on_gpus
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
 
 RANKS = 4
+TRACKER = "latest_checkpointed_iteration.txt"
 SAVED_STEP = 3
 STEPS = 6
 
@@ -305,17 +306,18 @@ def test_optimizer_state_without_a_group_of_this_run_is_refused(megatron: Megatr
         assert unchanged
 
 
-@pytest.mark.parametrize(("full", "what"), [(0, "its part"), (1, "its part"), (0, "the index")])
+@pytest.mark.parametrize(
+    ("full", "what"), [(0, "its part"), (1, "its part"), (0, "the index"), (0, "metadata.json"), (0, TRACKER)]
+)
 def test_a_full_disk_is_named_by_all_ranks_and_leaves_the_checkpoint_before_it(
     megatron: MegatronPool, tmp_path: Path, full: int, what: str
 ) -> None:
     common = f"{SCHEDULE} {LLAMA} {DISTRIBUTED} --etp-size 2 {PAD}"
     arguments = f"{common} --save {tmp_path} --save-interval 2"
-    answers = megatron.run(
-        checkpoint_runs.run_on_a_full_disk, 2, 240.0, (tuple(arguments.split()), full, what == "the index")
-    )
+    answers = megatron.run(checkpoint_runs.run_on_a_full_disk, 2, 240.0, (tuple(arguments.split()), full, what))
+    where = tmp_path if what == TRACKER else tmp_path / "iter_0000004"
     expected = (
-        rf"CheckpointNotWrittenError: checkpoint {tmp_path}/iter_0000004: rank {full} on \S+ could not write {what}, "
+        rf"CheckpointNotWrittenError: checkpoint {where}: rank {full} on \S+ could not write {what}, "
         rf"and [\d.]+ \w+ are free there; its log has the error. Make room, and go on from a whole checkpoint with "
         rf"--load {tmp_path}"
     )
@@ -325,6 +327,15 @@ def test_a_full_disk_is_named_by_all_ranks_and_leaves_the_checkpoint_before_it(
     loaded = megatron.train(2, tuple(f"{common} --load {tmp_path}".split()))[-1].losses
     assert len(loaded) == STEPS - 2
     assert loaded[:2] == answers[-1][0][2:]
+
+
+def test_an_asynchronous_save_on_a_full_disk_is_told_by_all_ranks(megatron: MegatronPool, tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("8")
+    for told, before, then, after in megatron.run(checkpoint_runs.finalize_on_a_full_disk, 2, 60.0, (str(tmp_path),)):
+        assert told.startswith(f"CheckpointNotWrittenError: checkpoint {tmp_path}: rank 0 on ")
+        assert f" could not write {TRACKER}, and " in told
+        assert (before, then, after) == ("8", "", "12")
+    assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
 
 
 def _damage(folder: Path, what: str) -> str:

@@ -271,7 +271,7 @@ def bytes_of_formats(rank: int, world_size: int, shim: str, layers: int) -> dict
                 with _autocast(recipe) if recipe else nullcontext():
                     out = model(_inputs(2 * step + micro, rank))
                 out.float().square().mean().backward()
-        found[recipe] = bytes_per_element(runtime, microbatches=2)
+        found[recipe] = bytes_per_element([runtime], microbatches=2)
     return found
 
 

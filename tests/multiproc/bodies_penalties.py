@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -383,4 +383,76 @@ def penalties_without_a_layer(rank: int, world_size: int, once: bool) -> dict[st
     differentiate("used twice beside penalties", used_twice)
     differentiate("recomputed beside a penalty", recomputed)
     differentiate("penalty behind a layer", partial(penalties, ["0.weight"]), True)
+    return answers
+
+
+def _stock_hook(param: torch.Tensor, told: list[str], name: str) -> Callable[..., None]:
+    """What Megatron's DistributedDataParallel does once a gradient is accumulated."""
+
+    def hook(*_: object) -> None:
+        whole: Any = param
+        if whole.grad is not None and not whole.grad_added_to_main_grad:
+            whole.main_grad.add_(whole.grad.data)
+        whole.grad = None
+        told.append(name)
+
+    return hook
+
+
+def penalties_in_main_grad(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> dict[str, tuple[list[str], list[str], bool]]:
+    """Backward passes with ``main_grad`` and Megatron's hooks, those of unsharded weights on autograd's own nodes.
+
+    Returns:
+        for each pass the weights whose hooks have run, without shards and with them, and whether the rows of
+        ``main_grad`` are equal, bit by bit.
+    """
+    del world_size
+    torch.manual_seed(0)
+    whole, model = (nn.Sequential(*(nn.Linear(SIDE, 6, False) for _ in range(2))).to(device(), dtype) for _ in range(2))
+    model.load_state_dict(whole.state_dict())
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=4))
+    told: dict[nn.Module, list[str]] = {whole: [], model: []}
+    nodes = []
+    for module in (whole, model):
+        for name in ("0.weight", "1.weight"):
+            weight: Any = module.get_parameter(name)
+            weight.main_grad = torch.zeros(weight.shape, device=device())
+            weight.grad_added_to_main_grad = False
+            hook = _stock_hook(weight, told[module], name)
+            if module is whole:
+                nodes.append(weight.expand_as(weight).grad_fn.next_functions[0][0])
+                nodes[-1].register_hook(hook)
+            else:
+                weight.register_reduce_hook(hook)
+    x = _input(0).to(dtype)
+    passes: dict[str, Callable[[nn.Module], torch.Tensor]] = {
+        "a penalty": lambda module: torch.exp(module.get_parameter("0.weight")).sum(),
+        "another": lambda module: module.get_parameter("1.weight").square().sum(),
+        "penalties": lambda module: torch.stack([torch.exp(weight).sum() for weight in module.parameters()]).sum(),
+        "a layer": lambda module: module.get_submodule("0")(x).square().sum(),
+        "a layer and penalties": lambda module: (
+            module.get_submodule("0")(x).sum()
+            + torch.stack([weight.cos().sum() for weight in module.parameters()]).sum()
+        ),
+        "a penalty behind them": lambda module: torch.exp(module.get_parameter("0.weight")).sum(),
+    }
+    answers = {}
+    for description, loss in passes.items():
+        for module in told:
+            loss(module).backward()
+        etp.wait_async_comms(model)
+        same = True
+        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            shard: Any = mine
+            start, stop = shard.layout.logical_range(rank)
+            same &= torch.equal(shard.main_grad[: stop - start], cast("Any", theirs).main_grad[start:stop])
+            same &= not shard.main_grad[stop - start :].count_nonzero()
+            shard.main_grad.zero_()
+            cast("Any", theirs).main_grad.zero_()
+            shard.grad_added_to_main_grad = False
+        answers[description] = sorted(told[whole]), sorted(told[model]), bool(same)
+        for names in told.values():
+            names.clear()
     return answers

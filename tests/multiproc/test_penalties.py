@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.multiproc import bodies_penalties as bodies
 from tests.support.launch import run_distributed
@@ -61,3 +62,13 @@ def test_hooks_run_with_penalties_as_without_sharding_even_before_a_layer_is_use
             "recomputed beside a penalty": ["0.weight", "0.weight"],  # autograd adds to it twice
             "penalty behind a layer": ["0.weight"],
         }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_penalties_in_main_grad_count_and_run_hooks_as_in_stock_megatron(dtype: torch.dtype) -> None:
+    for answers in run_distributed(bodies.penalties_in_main_grad, 2, args=(dtype,)):
+        for description, (stock, ours, same) in answers.items():
+            assert ours == stock != [], description
+            # With a layer in bf16, autograd adds the penalty's gradient to the layer's before main_grad gets the sum.
+            assert same or "layer" in description, description
+        assert answers["penalties"][0] == ["0.weight", "1.weight"]

@@ -118,6 +118,16 @@ def test_the_table_is_markdown_and_lists_failures() -> None:
     assert copy_engine.rstrip(" |").split(" | ")[10:] == ["99.5", "1.24", "3.55", "1.01", "8.80", "6.0", "4.0"]
 
 
+def test_bytes_that_were_counted_are_in_a_column_of_their_own() -> None:
+    assert "bytes/element" not in table([OURS])
+    counted = report(result("none", 1, 100.0), result("etp_c10d", 1, 110.0, bytes_per_element=33 / 32 + 33 / 32 + 2))
+    lines = table([counted, OURS]).splitlines()
+    shown = [line.removesuffix(" |").split(" | ")[-1] for line in lines if line.startswith("| ")]
+    assert shown[:3] == ["bytes/element", "", "4.0625"]
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert [line for line in lines if line.startswith("bytes/element: ")]
+
+
 def test_a_system_that_was_built_and_never_timed_has_no_row() -> None:
     broken = report(result("none", 1, 100.0), result("tp", 1, 1.0, milliseconds=[], median=None))
     assert [row.system for row in rows([broken])] == ["none"]

@@ -74,8 +74,11 @@ class Case:
         for shard in self.shards:
             shard.register_post_accumulate_grad_hook(lambda param: self.ran.append(cast("Shard", param).fqn))
         self.group = WeightGroup(self.shards, world)
-        self.group.reduce_hooks.append(lambda: self.ran.append("group"))
+        self.group.reduce_hooks.append(self._group_told)
         self.hooks.watch(self.group)
+
+    def _group_told(self, shard: Shard | None) -> None:
+        self.ran.append("group" if shard is None else f"group for {shard.fqn}")
 
     def start(self) -> None:
         """A reduction is started at a use."""
@@ -158,12 +161,12 @@ def test_a_use_that_autograd_does_not_see_is_the_last_when_the_pass_ends(world: 
     assert case.end_pass() == ["group", "a"]
 
 
-def test_only_shards_that_were_asked_for_are_told_and_not_the_group(world: dist.ProcessGroup) -> None:
+def test_only_shards_that_were_asked_for_are_told(world: dist.ProcessGroup) -> None:
     case = Case(world, "a", "b", "c")
     case.differentiate(case.start)
     case.end(0, 2)
     assert case.ran == []
-    assert case.end_pass() == ["a", "c"]
+    assert case.end_pass() == ["group for a", "a", "group for c", "c"]
 
 
 @pytest.mark.parametrize("forget", [GradHooks.forget, lambda hooks: hooks.owed.clear()])
@@ -196,8 +199,8 @@ def test_in_a_part_hooks_run_behind_autograds_own_accumulation(
             case.end()
     assert case.end_pass() == []
     (shard * 2).sum().backward()
-    assert case.end_pass() == ["a"], "once, though two reductions were captured"
-    for belated, later in ((True, ["a"]), (False, [])):  # the end of one of this pass runs them itself
+    assert case.end_pass() == ["group for a", "a"], "once, though two reductions were captured"
+    for belated, later in ((True, ["group for a", "a"]), (False, [])):  # the end of one of this pass runs them itself
         case.pending.append(Pending(case.group, belated=belated))
         (shard * 2).sum().backward()
         assert case.end_pass() == []
@@ -259,4 +262,24 @@ def test_a_gradient_of_autograds_own_runs_hooks_unless_the_end_of_a_reduction_ha
     (case.shards[1] * 3).sum().backward()
     assert case.end_pass() == ["group", "a", "b"]
     (case.shards[1] * 3).sum().backward()
-    assert case.end_pass() == ["b"]
+    assert case.end_pass() == ["group for b", "b"]
+
+
+def test_hooks_of_main_grad_run_behind_autograds_own_gradient_but_are_megatrons_once_the_shard_is_captured(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard: Any = shard_named("a")
+    shard.main_grad = torch.zeros(shard.shape)
+    ran: list[str] = []
+    shard.register_reduce_hook(lambda: ran.append("a"))
+    group, modes = WeightGroup([shard], world), Modes(EtpConfig())
+    hooks = GradHooks(EtpConfig(), modes, (), (), lambda _: None)
+    hooks.watch(group)
+    (shard * 2).sum().backward()
+    assert ran == ["a"]
+    assert torch.equal(shard.main_grad, torch.full_like(shard.main_grad, 2.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(modes, "now", replace(modes.now, is_part=True))
+        hooks.complete(group, [shard], Destinations.of([shard]), None, run_hooks=True)
+    (shard * 2).sum().backward()
+    assert ran == ["a"]
