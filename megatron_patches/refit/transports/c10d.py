@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Bits, Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.memory.ports import Bits, Payload, Pending, Spot, Then, host_bytes
 from megatron_patches.refit.memory.staging import SLOTS
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import (
     Check,
-    Delivery,
     IncomingWire,
     LinkEnd,
     Offer,
@@ -239,7 +238,7 @@ class C10dIncoming(IncomingWire):
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Receives into this side's slot of the same number, which is free if the source's is."""
         payload = self._slots.tensors[slot][:nbytes]
-        return Delivery(self._way.receive([payload]), payload)
+        return Then(self._way.receive([payload]), lambda _: payload)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Receives the boxes."""
