@@ -72,7 +72,9 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         self._token = ""  # the session's
         self._trainer = ""  # address of the session's trainer
         self._log: StateLog | None = None
-        self._adapters = Adapters(ServingModel(model, vllm_config, device))
+        self._serving = serving = ServingModel(model, vllm_config, device)
+        self._level = serving.level
+        self._adapters = Adapters(serving)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
         """Reads one call.
@@ -193,9 +195,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         self._end()
         self._token, self._trainer = call.token, f"{call.host}:{call.port}"
         self._log = StateLog(f"the trainer at {self._trainer}", self._level)
-        serving = ServingModel(self.model, self.vllm_config, self.device)
         try:
-            self._joining = Joining(call, serving, self.version, self._log)
+            self._joining = Joining(call, self._serving, self.version, self._log)
         except BaseException:
             self._token = ""
             raise
@@ -225,11 +226,6 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
             if under_way is not None:
                 under_way.end()
         self._joining, self._session, self._token = None, None, ""
-
-    @property
-    def _level(self) -> int:
-        """Level of messages that one of an engine's workers logs for all."""
-        return logging.INFO if self.parallel_config.rank == 0 else logging.DEBUG
 
     def _check_allowed(self, call: RefitCall) -> None:
         if not self._admitted:

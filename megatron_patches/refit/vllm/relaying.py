@@ -17,7 +17,6 @@ from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake, check_stays_awake
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.refit_call import RefitCall
-from megatron_patches.refit.vllm.version_memory import bits_of
 
 _ENDING_S = 10.0
 """Seconds for a thread to end after the last version has been sent."""
@@ -132,6 +131,4 @@ class Relays:
                     f"{self._name} cannot send what it serves: vLLM has changed the form of {storage.name} after "
                     "loading"
                 )
-        if self._device.type == "cpu":
-            return {name: bits_of(tensor) for name, tensor in found.items()}
-        return dict(found)
+        return found

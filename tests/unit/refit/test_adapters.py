@@ -409,7 +409,7 @@ def test_an_adapter_that_is_written_too_late_is_given_up(
     with pytest.raises(TransferError, match="commit version 3, but refit-receive-math-3 did not end within 1 s"):
         session.commit(3)
     party.may_receive.set()
-    with pytest.raises(TransferError, match="version 3 was written after its commit had failed"):
+    with pytest.raises(TransferError, match="version 3 was ready only after its commit had failed"):
         session.commit(3)
     assert "internal error" not in caplog.text
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

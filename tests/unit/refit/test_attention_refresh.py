@@ -145,8 +145,8 @@ class Party:
         base: Callable[[], Any],
     ) -> None:
         del version, step, linked, base
-        memory: dict[str, np.ndarray] = make_memory()
-        memory[WEIGHT][:] = bits_of(self.weight)
+        memory: dict[str, torch.Tensor] = make_memory()
+        memory[WEIGHT].copy_(self.weight.flatten())
         if meanwhile is not None:
             meanwhile()
 

@@ -24,8 +24,8 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import all_or_none, worker_session
-from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.version_memory import VersionMemory
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerLayout, WorkerSession
 
 
@@ -358,7 +358,7 @@ def test_a_version_that_is_put_together_too_late_is_given_up(caplog: pytest.LogC
                 break
             time.sleep(0.01)
     assert "internal error" not in caplog.text
-    with pytest.raises(TransferError, match="version 7 was put together after its commit had failed"):
+    with pytest.raises(TransferError, match="version 7 was ready only after its commit had failed"):
         under_test.commit(7)
     assert Replacement.done == ["begin"]
     assert under_test.version == 2
@@ -404,7 +404,7 @@ def test_a_worker_whose_weights_are_new_says_so_whatever_fails_afterwards(monkey
     def fail(*_: object) -> None:
         raise RuntimeError("the device has an error")
 
-    monkeypatch.setattr(DeviceMemory, "give_back", fail)
+    monkeypatch.setattr(VersionMemory, "committed", fail)
     with pytest.raises(RuntimeError, match="the device has an error"):
         worker.commit(5)
     assert "apply" in Replacement.done
