@@ -72,7 +72,7 @@ class Coordinator:
         if self.fan_out is None:
             yield
             return
-        self.fan_out.hold("a newer version is about to be pushed")
+        self.fan_out.hold()
         try:
             yield
         finally:

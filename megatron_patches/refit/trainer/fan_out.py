@@ -91,7 +91,7 @@ class FanOut:
             for name, servers in self._assign([*free], dict([*behind.items()][:most]), version):
                 self._begin(behind[name], version, [free[server] for server in servers])
 
-    def hold(self, reason: str) -> None:
+    def hold(self) -> None:
         """Stops engines from taking versions from others, until :meth:`resume`. Commits under way continue.
 
         Engines that follow also continue: a push waits for them, and does not send to those that are late.
@@ -100,7 +100,7 @@ class FanOut:
             self._is_held = True
             for one, *_ in self._taking.values():
                 if one.follows < 0:
-                    one.give_up_taking(reason)
+                    one.give_up_taking("a newer version is about to be pushed")
 
     def resume(self) -> None:
         """Ends :meth:`hold`."""

@@ -148,7 +148,7 @@ def test_nothing_is_taken_while_a_push_begins() -> None:
     engines.append(later)
     fan_out.look()
     assert (late.takes, later.takes) == ([(7, ["first"])], [])
-    fan_out.hold("a push begins")
+    fan_out.hold()
     assert late.is_idle  # what it took was given up
     fan_out.look()
     assert (len(late.takes), len(later.takes)) == (1, 0)
@@ -174,7 +174,7 @@ def test_those_that_follow_take_a_version_or_are_told_why_not() -> None:
     seed.serves = 7
     seed.served.set_result(0.0)
     fan_out.look()
-    fan_out.hold("a push begins")
+    fan_out.hold()
     assert [one.takes for one in engines] == [[], [(7, ["engine 0"])], [], []]
     others[0].end(serves=True)
     fan_out.look()
