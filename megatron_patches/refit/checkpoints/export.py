@@ -24,10 +24,8 @@ from megatron_patches.refit.layout.digest import combine
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import QUANTIZED, WeightFormat, quantization_config, with_scales
-from megatron_patches.refit.models.agree import check_ranks_agree
-from megatron_patches.refit.models.family import ModelFamily
-from megatron_patches.refit.models.hf_config import build_config
-from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.models.family import ModelFamily, build_config
+from megatron_patches.refit.models.traits import ModelTraits, check_ranks_agree
 from megatron_patches.refit.planning.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.tensors import agree_on_tensors

@@ -14,8 +14,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.ports import Bits, Memory
 from megatron_patches.refit.models.families import family_of
-from megatron_patches.refit.models.family import ModelFamily
-from megatron_patches.refit.models.hf_config import build_config
+from megatron_patches.refit.models.family import ModelFamily, build_config
 from megatron_patches.refit.models.shard import ParamShard, placements
 from megatron_patches.refit.source.describe import (
     describe_model,
