@@ -46,7 +46,6 @@ from megatron_patches.refit.source.weight_source import WeightSource
 from megatron_patches.refit.transports.base import TransportName
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _FLOOR_BYTES = 256 << 20
 # Of E4M3: half a step of a normal number, relative, and of a subnormal one, in scales.
 _HALF_STEP, _SUBNORMAL_HALF_STEP = 2.0**-4, 2.0**-10
@@ -133,7 +132,7 @@ class Weights:
 
     def look_up(self) -> Memory:
         """The memory."""
-        return as_memory(self._memory)
+        return self._memory
 
 
 class Bench:
@@ -304,7 +303,7 @@ class Bench:
 
         def allocate() -> Memory:
             staged.update(self._storages(torch.empty))
-            return as_memory(staged)
+            return staged
 
         if isinstance(party, DestinationParty):
             self._storages()  # clears what is allocated next, so that no earlier version there can pass for this one
@@ -469,10 +468,3 @@ def region(box: Box) -> tuple[slice, ...]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that process groups send."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def as_memory(storages: Mapping[str, torch.Tensor]) -> Memory:
-    """Storages as a party takes them."""
-    if any(tensor.is_cuda for tensor in storages.values()):
-        return dict(storages)
-    return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in storages.items()}
