@@ -206,14 +206,18 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
             raise RefitError(f"asked to record the layout, but {self._why_not()}")
         self._joining.record()
 
-    def _joined(self, call: RefitCall) -> WorkerSession | None:
-        """The session that a call belongs to; None if it belongs to another one, or there is none."""
-        if call.token != self._token:
-            return None
-        if self._joining is not None:
+    def _joined(self, call: RefitCall, what: str) -> WorkerSession:
+        """The session that a call belongs to.
+
+        Raises:
+            RefitError: if it belongs to another one, or there is none; says ``what`` was asked.
+        """
+        if call.token == self._token and self._joining is not None:
             joining, self._joining = self._joining, None
             self._session = joining.finish()
             logger.log(self._level, "refit: the trainer at %s pushes into this engine from now on", self._trainer)
+        if self._session is None or call.token != self._token:
+            raise RefitError(f"asked to {what}, but {self._why_not()}")
         return self._session
 
     def _why_not(self) -> str:
@@ -237,9 +241,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         self._settings.check_trainer(call.host, call.port)
 
     def _receive(self, call: RefitCall) -> None:
-        session = self._joined(call)
-        if session is None:
-            raise RefitError(f"asked to receive version {call.version}, but {self._why_not()}")
+        session = self._joined(call, f"receive version {call.version}")
         session.receive(call.version, call.step, call.linked, key=call.key)
 
     def _commit(self, call: RefitCall) -> None:
@@ -264,10 +266,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
             RefitError: if the trainer of another session asks, or its address is not allowed.
         """
         self._settings.check_trainer(call.host, call.port)
-        session = self._joined(call)
-        if session is None:
-            raise RefitError(f"asked to send version {call.version} to another engine, but {self._why_not()}")
-        session.relay(call)
+        self._joined(call, f"send version {call.version} to another engine").relay(call)
 
     def _meet(self, call: RefitCall) -> None:
         """Starts to meet other engines, to take a version from them.
@@ -276,10 +275,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
             RefitError: as for :meth:`_relay`.
         """
         self._settings.check_trainer(call.host, call.port)
-        session = self._joined(call)
-        if session is None:
-            raise RefitError(f"asked to take version {call.version} from other engines, but {self._why_not()}")
-        session.meet(call)
+        self._joined(call, f"take version {call.version} from other engines").meet(call)
 
     def _leave(self, call: RefitCall) -> None:
         """Ends the session of a trainer that has fallen silent."""
