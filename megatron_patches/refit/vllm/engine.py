@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from megatron_patches.refit.control.messages import Standing, State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
-from megatron_patches.refit.vllm import open_updates
+from megatron_patches.refit.vllm import patches
 from megatron_patches.refit.vllm.adapters import Adapters
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
@@ -63,7 +63,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
     ) -> None:
         installed_release()  # refuse a modified vLLM before it serves
         super().__init__(config, vllm_config, device, model)
-        open_updates.end_open_updates()
+        patches.end_open_updates()
         self.version = 0
         self._settings = settings_of(vllm_config.additional_config)
         self._admitted = self._settings.unguarded
