@@ -137,7 +137,7 @@ class AdapterSession:
         specs = model.tensors
         self._shapes, self._dtype = {spec.name: spec.shape for spec in specs}, manager.lora_config.lora_dtype
         return Manifest(
-            self._party.rank,
+            serving.worker,
             socket.gethostname(),
             tuple(Storage(spec.name, spec.dtype, spec.box.volume, spec.box.volume) for spec in specs),
             tuple(

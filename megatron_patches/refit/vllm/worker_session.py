@@ -164,10 +164,9 @@ class WorkerSession:
         """
         self._leave_others()
         self._come_to_rest()
-        number, device = call.sources + self._party.rank, str(self._serving.device)
-        others = Taking(
-            call.invitation, number, self._party.name, call.links(self._serving.config), device, call.lease_s
-        )
+        serving, number = self._serving, call.sources + self._serving.worker
+        links, device = call.links(serving.config), str(serving.device)
+        others = Taking(call.invitation, number, serving.name, links, device, call.lease_s)
         self._aside.start(f"meet-{call.version}", lambda: others.meet(self._layout.manifest))
         self._others = others
 

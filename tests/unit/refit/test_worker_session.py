@@ -183,7 +183,8 @@ def session(
 ) -> WorkerSession:
     log = StateLog("a trainer", logging.DEBUG)
     log.enter(State.READY)
-    config = cast(Any, SimpleNamespace(additional_config={}))
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=1)
+    config = cast(Any, SimpleNamespace(additional_config={}, parallel_config=parallel))
     serving = ServingModel(nn.Linear(1, 1), config, torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
     layout = WorkerLayout(
@@ -219,7 +220,7 @@ def test_a_version_that_comes_from_other_engines_is_committed_like_one_of_the_tr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     party, others, met = Party(), Party(), list[object]()
-    party.rank, party.name, party.backup_bytes = 1, "worker 1", 5  # type: ignore[attr-defined]
+    party.backup_bytes = 5  # type: ignore[attr-defined]
 
     def taking(_: object, number: int, *__: object) -> SimpleNamespace:
         met.append(number)
