@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 type Bits = NDArray[np.unsignedinteger]
-type Memory = Mapping[str, Bits] | Mapping[str, torch.Tensor]
-"""Storages by name: flat arrays, or flat tensors on one device."""
+type FlatMemory = Mapping[str, torch.Tensor]
+"""Storages by name: flat tensors, all in the host's memory or all on one device."""
+type Memory = Mapping[str, Bits] | FlatMemory
+"""The same, or flat arrays."""
 type Bytes = NDArray[np.uint8]
 type Payload = bytes | Bytes | torch.Tensor
 """Elements of a packet: bytes on the host, or a byte tensor on a device."""

@@ -38,7 +38,8 @@ from megatron_patches.refit.layout.weight_format import (
     quantized_weights,
     scales_of,
 )
-from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, FlatMemory, HostParts, KernelParts
+from megatron_patches.refit.memory.ports import FlatMemory
+from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, HostParts, KernelParts
 
 if TYPE_CHECKING:
     from megatron_patches.refit.control.exchange import Exchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config, with_scales
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from megatron_patches.refit.control.exchange import Exchange
     from megatron_patches.refit.control.messages import Held
-    from megatron_patches.refit.memory.ports import Memory
-    from megatron_patches.refit.source.block_parts import FlatMemory
+    from megatron_patches.refit.memory.ports import FlatMemory
     from megatron_patches.refit.source.weight_source import WeightSource
 
 
@@ -39,7 +38,7 @@ class Fp8BlockSource:
     def __init__(self, source: WeightSource, weight_format: WeightFormat, exchange: Exchange) -> None:
         self._source, self._format, self._exchange = source, weight_format, exchange
         self._quantizer: BlockQuantizer | None = None
-        self._memory: Memory = {}
+        self._memory: FlatMemory = {}
         self._failure: Exception | None = None
         self._stream: torch.cuda.Stream | None = None  # once it is needed
 
@@ -73,10 +72,10 @@ class Fp8BlockSource:
             with self._on_stream():
                 self._quantize(self._quantizer, look_up)
 
-    def _quantize(self, quantizer: BlockQuantizer, look_up: Callable[[], Memory]) -> None:
+    def _quantize(self, quantizer: BlockQuantizer, look_up: Callable[[], FlatMemory]) -> None:
         memory: FlatMemory = {}
         try:
-            memory = cast("FlatMemory", look_up())
+            memory = look_up()
             quantizer.measure(memory)
         except Exception as error:  # noqa: BLE001 - raised by look_up()
             self._failure = error
@@ -91,7 +90,7 @@ class Fp8BlockSource:
             kept = {name: memory[name] for name in quantizer.kept}
             self._memory = {**kept, **quantizer.quantized}
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """What :meth:`settle` quantizes, and the memory of all other weights.
 
         Raises:

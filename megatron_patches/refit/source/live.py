@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.models.families import family_of
 from megatron_patches.refit.models.family import ModelFamily, build_config
 from megatron_patches.refit.models.shard import ParamShard, placements
@@ -107,7 +107,7 @@ class MegatronSource:
         """See :func:`finish_parameter_gather`."""
         finish_parameter_gather(self._chunks)
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """See :meth:`LiveMemory.look_up`. An optimizer may have moved the weights since they were described."""
         if self._live is None:
             raise RefitError("prepare() has not succeeded")
@@ -133,7 +133,7 @@ class LiveMemory:
         self._describe()
         self._prepared = self._described()
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """The storages of the description, by name: flat tensors, in the host's memory or on one device.
 
         Raises:
@@ -200,7 +200,7 @@ def finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
-def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> Memory:
+def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> FlatMemory:
     """Storages by name: flat tensors, all in the host's memory or all on a device.
 
     Args:
