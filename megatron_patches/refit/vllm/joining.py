@@ -32,10 +32,9 @@ from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
-from megatron_patches.refit.vllm.reload import loader_form
+from megatron_patches.refit.vllm.reload import loader_form, without_adapter_layers
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
-from megatron_patches.refit.vllm.unwrapped import without_adapter_layers
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel, WorkerLayout, WorkerSession
 
 logger = logging.getLogger(__name__)
