@@ -24,9 +24,9 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.memory.delta import PayloadKind, Snapshot
 from megatron_patches.refit.source.kv_scale_source import KVScaleSource
 from megatron_patches.refit.source.weight_source import Once, WeightSource, settled, source_of
-from megatron_patches.refit.trainer.candidates import candidates_json
 from megatron_patches.refit.trainer.coordinator import Coordinator
 from megatron_patches.refit.trainer.engine_client import EngineClient
+from megatron_patches.refit.trainer.fan_out import candidates_json
 from megatron_patches.refit.trainer.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.trainer.push_orders import PartOutcome, PushOrders, outcome_of
 from megatron_patches.refit.trainer.subscription import Subscription

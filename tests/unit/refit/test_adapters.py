@@ -235,7 +235,7 @@ class Models:
 
     def ask(self, **content: Any) -> tuple[int, dict[str, Any]]:
         """What the route answers."""
-        from megatron_patches.refit.vllm.adapter_route import add_adapter
+        from megatron_patches.refit.vllm.guard import add_adapter
 
         sent: list[Any] = []
 

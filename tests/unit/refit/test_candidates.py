@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_patches.refit.control.messages import Standing, State
-from megatron_patches.refit.trainer.candidates import Source, candidates_json, candidates_of
-from megatron_patches.refit.trainer.fan_out import FanOut
+from megatron_patches.refit.trainer.fan_out import FanOut, Source, candidates_json, candidates_of
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
 from megatron_patches.refit.trainer.take import Take
