@@ -287,7 +287,7 @@ class DeviceWork:
     See :class:`megatron_patches.refit.memory.ports.Pending`.
     """
 
-    def __init__(self, events: Sequence[torch.Event]) -> None:
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
         self._events = events
 
     def done(self) -> bool:

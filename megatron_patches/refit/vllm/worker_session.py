@@ -145,9 +145,7 @@ class WorkerSession:
         # Without conversion rules, only the location of the new weights matters, which is known before they arrive.
         self._may_begin = may_go_on and all(storage.rule is None for storage in layout.manifest.storages)
         self._in_place = layout.in_place
-        self._memory = VersionMemory(
-            layout.manifest, serving.device, layout.in_place, layout.layers, payload=layout.payload
-        )
+        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place, layout.layers, layout.payload)
         self._aside = Aside(serving.device)
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._digests: Sequence[int] = ()  # digests of that version's boxes
