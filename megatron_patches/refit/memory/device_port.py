@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.memory.device_tables import VALUES, ShapeTable, TileShape, describe
-from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Piece, Places, Spot, Then, Writing, host_bytes
+from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Piece, Spot, Spots, Then, Writing, host_bytes
 from megatron_patches.refit.memory.staging import Room, StagingPool
 
 _MASK = (1 << 64) - 1
@@ -159,7 +159,7 @@ class DevicePort:
             for piece in batch.pieces:
                 self._check(piece)
             self._checked[batch] = names, tuple(map(self._forms.get, names))
-        return Places(self._memory, batch.pieces)
+        return Spots(self._memory, batch.pieces)
 
     def close(self) -> None:
         """Waits for work under way, returns the buffer, and drops the storages."""

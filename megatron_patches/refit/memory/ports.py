@@ -64,7 +64,7 @@ class Spot:
         return self.storage.detach()[low:high].view(torch.uint8)
 
 
-class Places(Sequence[Spot]):
+class Spots(Sequence[Spot]):
     """Where the boxes of a batch lie. Each spot is made on demand.
 
     Args:
