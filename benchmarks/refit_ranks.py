@@ -33,7 +33,7 @@ from megatron_patches.refit.layout.weight_format import (
     quantized_weights,
     scales_of,
 )
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory, Memory
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.parties.destination import DestinationParty
@@ -130,7 +130,7 @@ class Weights:
     def settle(self) -> None:
         """Does nothing: no gather is under way."""
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """The memory."""
         return self._memory
 

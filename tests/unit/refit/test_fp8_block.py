@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise, product
-from typing import cast
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ from megatron_patches.refit.layout.weight_format import (
     scales_of,
     with_scales,
 )
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.source import block_parts
 from megatron_patches.refit.source.block_parts import BlockPart, HostParts, KernelParts, _grouped
@@ -138,7 +137,7 @@ def quantizer(
     return BlockQuantizer(shapes, held, power_of_two=power_of_two, device=CPU, exchange=member)
 
 
-def run(one: BlockQuantizer, memory: Memory) -> None:
+def run(one: BlockQuantizer, memory: FlatMemory) -> None:
     one.measure(memory)
     one.agree()
     one.cast(memory)
@@ -251,7 +250,7 @@ class Weights:
         if self.unsettled:
             raise OSError("the weights are still on their way")
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         if self.failure:
             raise MemoryError(self.failure)
         return self._held(0)[1]
@@ -341,7 +340,7 @@ def test_a_module_is_quantized_under_its_own_names() -> None:
     views = {one.box.tensor: one.view for one in held.manifest.placements}
 
     def sent(name: str) -> torch.Tensor:
-        return views[name].tensor(cast(torch.Tensor, memory[views[name].storage]))
+        return views[name].tensor(memory[views[name].storage])
 
     for name in quantized:
         data, scales = reference(state[name], power_of_two=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 import torch
 
@@ -88,4 +86,4 @@ def test_a_bias_in_fp32_is_sent_in_fp32_beside_quantized_weights() -> None:
         bias: "float32",
     }
     assert source.look_up().keys() == manifest.storage.keys()
-    assert torch.equal(cast(torch.Tensor, source.look_up()[bias]), layer.bias.detach())
+    assert torch.equal(source.look_up()[bias], layer.bias.detach())
