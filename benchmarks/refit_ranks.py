@@ -35,12 +35,11 @@ from megatron_patches.refit.layout.weight_format import (
 )
 from megatron_patches.refit.memory.ports import FlatMemory, Memory
 from megatron_patches.refit.models.config_traits import family_from_config
-from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.simulation.cluster import Cluster, Sides, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.weight_source import WeightSource
 from megatron_patches.refit.transports.base import TransportName
@@ -162,7 +161,7 @@ class Bench:
         family = family_from_config(task.config)
         self.shapes = dict(family.shapes())
         self.cluster: Cluster = describe_cluster(
-            family, trainer_mesh(task.trainer), engine_mesh(task.engine), TrainerOptions(), Hosts()
+            Sides(family=family, trainer=trainer_mesh(task.trainer), engine=engine_mesh(task.engine))
         )
         sides = [*self.cluster.sources, *self.cluster.destinations]
         self.manifest: Manifest = sides[rank]

@@ -18,7 +18,7 @@ from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, Plan
 from megatron_patches.refit.planning.proof import Verdict, prove
 from megatron_patches.refit.progress import Phases, Progress, shown_progress
-from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.simulation.cluster import Cluster, Hosts, Sides, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.live_refusals import check_live
 from megatron_patches.refit.simulation.oracle import memory_needed, verify_in_memory
 from megatron_patches.refit.simulation.report import LinkSpeeds, Traffic, traffic_of
@@ -148,7 +148,8 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
     check_live(config, family.architecture)
     phases = Phases(progress)
     with phases.phase("describe"):
-        cluster = describe_cluster(family, trainer, engine, TrainerOptions(dtype=dtype_of(config)), hosts)
+        kept = TrainerOptions(dtype=dtype_of(config))
+        cluster = describe_cluster(Sides(family=family, trainer=trainer, engine=engine, options=kept, hosts=hosts))
     with phases.phase("plan"):
         plan = cluster.plan(DEFAULT_OPTIONS, _part(options))
     with phases.phase("prove"):
