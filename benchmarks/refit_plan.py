@@ -39,8 +39,8 @@ from megatron_patches.refit.planning.proof import prove, prove_with
 from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import unfold_tensors
 from megatron_patches.refit.planning.transfers import Moves
-from megatron_patches.refit.simulation.cluster import describe_cluster, engine_mesh, trainer_mesh
-from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, Sides, asked_bytes, holders_in, without_others
+from megatron_patches.refit.simulation.cluster import Sides, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, asked_bytes, holders_in, without_others
 from megatron_patches.refit.simulation.models import MODELS
 from megatron_patches.refit.target.vllm_layout import engine_manifest
 
@@ -127,7 +127,7 @@ def _sides(model: str) -> Sides:
 
 def _whole(sides: Sides, clock: CpuClock) -> Plan:
     with clock.phase("describe"):
-        cluster = describe_cluster(sides.family, sides.trainer, sides.engine, sides.options, sides.hosts)
+        cluster = describe_cluster(sides)
     with clock.phase("plan"):
         plan = cluster.plan(DEFAULT_OPTIONS)
     with clock.phase("prove"):

@@ -33,20 +33,18 @@ from megatron_patches.refit.layout.weight_format import (
     quantized_weights,
     scales_of,
 )
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory, Memory
 from megatron_patches.refit.models.config_traits import family_from_config
-from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.simulation.cluster import Cluster, Sides, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.weight_source import WeightSource
 from megatron_patches.refit.transports.base import TransportName
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _FLOOR_BYTES = 256 << 20
 # Of E4M3: half a step of a normal number, relative, and of a subnormal one, in scales.
 _HALF_STEP, _SUBNORMAL_HALF_STEP = 2.0**-4, 2.0**-10
@@ -131,9 +129,9 @@ class Weights:
     def settle(self) -> None:
         """Does nothing: no gather is under way."""
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """The memory."""
-        return as_memory(self._memory)
+        return self._memory
 
 
 class Bench:
@@ -163,7 +161,7 @@ class Bench:
         family = family_from_config(task.config)
         self.shapes = dict(family.shapes())
         self.cluster: Cluster = describe_cluster(
-            family, trainer_mesh(task.trainer), engine_mesh(task.engine), TrainerOptions(), Hosts()
+            Sides(family=family, trainer=trainer_mesh(task.trainer), engine=engine_mesh(task.engine))
         )
         sides = [*self.cluster.sources, *self.cluster.destinations]
         self.manifest: Manifest = sides[rank]
@@ -304,7 +302,7 @@ class Bench:
 
         def allocate() -> Memory:
             staged.update(self._storages(torch.empty))
-            return as_memory(staged)
+            return staged
 
         if isinstance(party, DestinationParty):
             self._storages()  # clears what is allocated next, so that no earlier version there can pass for this one
@@ -469,10 +467,3 @@ def region(box: Box) -> tuple[slice, ...]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that process groups send."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def as_memory(storages: Mapping[str, torch.Tensor]) -> Memory:
-    """Storages as a party takes them."""
-    if any(tensor.is_cuda for tensor in storages.values()):
-        return dict(storages)
-    return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in storages.items()}

@@ -42,7 +42,7 @@ from benchmarks.vllm_server import ALPHABET, ServerError, serve
 from examples.serving import write_byte_tokenizer
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
-from megatron_patches.refit.models.hf_config import build_config
+from megatron_patches.refit.models.family import build_config
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.simulation.cluster import trainer_mesh
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
@@ -35,6 +36,29 @@ def shown_progress(shows: bool, *, mostly_quick: bool = False) -> AbstractContex
     if sys.stderr.isatty():
         return TerminalProgress()
     return LateProgress(sys.stderr) if mostly_quick else nullcontext(LoggedProgress(sys.stderr))
+
+
+class Phases:
+    """Times phases, and reports them.
+
+    Args:
+        progress: receives each phase.
+
+    Attributes:
+        seconds: duration of each phase that has ended.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Runs one phase, in which this rank handles ``nbytes`` bytes; 0 if not applicable."""
+        self._progress.phase(name, nbytes)
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
 
 
 class LoggedProgress(Progress):

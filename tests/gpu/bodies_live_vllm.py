@@ -17,7 +17,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.models.config_traits import family_from_config
-from megatron_patches.refit.models.hf_config import build_config
+from megatron_patches.refit.models.family import build_config
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.trainer.engine_client import SleepMode

@@ -19,7 +19,6 @@ import etp
 from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPublisher
 from megatron_patches.refit.control.messages import Standing
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source.modules import ModuleSource, describe_tensor
 from megatron_patches.refit.trainer.session import RefitSession
 from tests.support import plain_engine
@@ -157,18 +156,18 @@ def described(rank: int, world_size: int, sharding: Sharding) -> tuple[dict[str,
     train(model, optimizer, 1)
     source = ModuleSource(model, CONFIG)
     held = source.describe(rank)
-    memory: Memory = source.look_up()
+    memory = source.look_up()
     full = whole(model)
     assert held.config == CONFIG
     assert {name: tuple(value.shape) for name, value in full.items()} == held.shapes
     found: dict[str, list[str]] = {}
     for placement in held.manifest.placements:
         box, storage = placement.box, held.manifest.storage[placement.view.storage]
-        flat = torch.from_numpy(memory[storage.name])
+        flat = memory[storage.name]
         assert (flat.numel(), storage.dtype) == (storage.numel, str(full[box.tensor].dtype).removeprefix("torch."))
         assert storage.logical_numel == box.volume
         part = full[box.tensor][tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]
-        assert torch.equal(placement.view.tensor(flat.view(part.dtype)), part), str(box)
+        assert torch.equal(placement.view.tensor(flat), part), str(box)
         found.setdefault(box.tensor, []).append(str(box).removeprefix(box.tensor))
     return found, list(held.shapes)
 

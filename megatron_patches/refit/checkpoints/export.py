@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,14 +22,12 @@ from megatron_patches.refit.layout.digest import combine
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import QUANTIZED, WeightFormat, quantization_config, with_scales
-from megatron_patches.refit.models.agree import check_ranks_agree
-from megatron_patches.refit.models.family import ModelFamily
-from megatron_patches.refit.models.hf_config import build_config
-from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.models.family import ModelFamily, build_config
+from megatron_patches.refit.models.traits import ModelTraits, check_ranks_agree
 from megatron_patches.refit.planning.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.progress import Progress
+from megatron_patches.refit.progress import Phases, Progress
 from megatron_patches.refit.source.live import describe_rank, finish_parameter_gather
 
 if TYPE_CHECKING:
@@ -184,11 +180,11 @@ class _Job:
         self._progress = progress
         self._memory: Mapping[str, torch.Tensor] = {}  # this rank's storages by name, filled by _describe
         self._quantizer: BlockQuantizer | None = None  # this rank's, if the format is quantized
-        self._seconds: dict[str, float] = {}
+        self._phases = Phases(progress)
 
     def run(self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None) -> ExportReport:
         """Plans, writes, verifies and commits."""
-        with self._phase("plan", 0):
+        with self._phases.phase("plan"):
             finish_parameter_gather(chunks)
             families: list[ModelFamily] = []  # this rank's
             held: list[tuple[str, ModelTraits, Manifest]] = self._together(
@@ -201,7 +197,7 @@ class _Job:
             self._quantize()
         digests = self._write(plan, layout)
         self._verify(plan, layout, digests)
-        with self._phase("commit", 0):
+        with self._phases.phase("commit"):
             config = self._config(family, plan)
             self._on_first(lambda: self._directory.commit(layout, config, self._generation_config()))
         return ExportReport(
@@ -212,7 +208,7 @@ class _Job:
             nbytes=plan.nbytes,
             bytes_by_rank=plan.bytes_by_source(),
             plan_digest=plan.digest,
-            seconds=self._seconds,
+            seconds=self._phases.seconds,
         )
 
     def _describe(
@@ -301,7 +297,7 @@ class _Job:
     def _write(self, plan: Plan, layout: CheckpointLayout) -> Mapping[str, int]:
         """Writes this rank's boxes. Returns the digest of every tensor, combined from all ranks' shares."""
         rank = self._exchange.rank
-        with self._phase("write", plan.bytes_by_source().get(rank, 0)):
+        with self._phases.phase("write", plan.bytes_by_source().get(rank, 0)):
             partial, staging = self._directory.partial, self._options.staging_bytes
             shares = self._together(
                 lambda: write_boxes(plan, rank, self._memory, layout, partial, staging, self._progress.advance)
@@ -312,7 +308,7 @@ class _Job:
         """Reads back a share of the tensors, regardless of which ranks wrote them."""
         mine = share_of(plan.tensors, self._exchange.rank, self._exchange.size)
         partial, chunk = self._directory.partial, self._options.staging_bytes
-        with self._phase("verify", sum(spec.nbytes for spec in mine)):
+        with self._phases.phase("verify", sum(spec.nbytes for spec in mine)):
             self._together(lambda: verify_tensors(mine, digests, layout, partial, chunk, self._progress.advance))
 
     def _generation_config(self) -> Mapping[str, object]:
@@ -325,10 +321,3 @@ class _Job:
     def _on_first(self, work: Callable[[], None]) -> None:
         """Runs ``work`` on rank 0 only; a failure is raised on all ranks."""
         self._together(work if self._exchange.rank == 0 else lambda: None)
-
-    @contextmanager
-    def _phase(self, name: str, nbytes: int) -> Iterator[None]:
-        self._progress.phase(name, nbytes)
-        started = time.perf_counter()
-        yield
-        self._seconds[name] = time.perf_counter() - started

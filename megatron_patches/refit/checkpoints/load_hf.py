@@ -21,9 +21,8 @@ from megatron_patches.refit.errors import LoadError
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES, itemsize
 from megatron_patches.refit.layout.manifest import Manifest, Placement
 from megatron_patches.refit.layout.weight_format import QUANTIZED
-from megatron_patches.refit.models.agree import check_ranks_agree
 from megatron_patches.refit.models.shard import ParamShard
-from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.models.traits import ModelTraits, check_ranks_agree
 from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, make_part, make_plan
 from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.progress import Progress

@@ -7,7 +7,6 @@ import shutil
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -98,29 +97,18 @@ def on_first[T](exchange: Exchange, work: Callable[[], T]) -> T:
             (found, *_) = exchange.gather(_outcome(task))
             if found is None:
                 continue
-            if found.reason is None:
-                return found.value
-            raise PartyFailedError(found.reason, found.engines) from (task.exception() if task is not None else None)
+            value, reason = found
+            if reason is None:
+                return value
+            raise PartyFailedError(reason) from (task.exception() if task is not None else None)
 
 
-@dataclass(frozen=True)
-class _Outcome[T]:
-    """Outcome of some work: its result, or why it failed and which engines caused it."""
-
-    value: T
-    reason: str | None = None
-    engines: tuple[str, ...] = ()
-
-
-def _outcome[T](task: Future[T] | None) -> _Outcome[T] | None:
-    """The outcome; None if the task has not ended within seconds."""
+def _outcome[T](task: Future[T] | None) -> tuple[T, str | None] | None:
+    """A task's result, and why it failed; None if it has not ended within seconds."""
     if task is None or not wait([task], _LATE_S).done:
         return None
     error = task.exception()
-    if error is None:
-        return _Outcome(task.result())
-    engines = error.engines if isinstance(error, PartyFailedError) else ()
-    return _Outcome(cast(T, None), describe_error(error), engines)
+    return (task.result(), None) if error is None else (cast(T, None), describe_error(error))
 
 
 def together[T](exchange: Exchange, what: str, work: Callable[[], T], kind: type[RefitError] = ExportError) -> list[T]:

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.memory.ports import Bits, Bytes, Memory
+from megatron_patches.refit.memory.ports import Bits, Bytes, FlatMemory, Memory
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +62,9 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.base: Base | None = None
-        self._copies: dict[str, Bits | torch.Tensor] = {}
+        self._copies: dict[str, torch.Tensor] = {}
 
-    def take(self, version: int, memory: Memory) -> None:
+    def take(self, version: int, memory: FlatMemory) -> None:
         """Copies a version.
 
         Args:
@@ -80,7 +80,7 @@ class Snapshot:
             self._copies = {}
             logger.warning("refit: the version after %d travels whole, for lack of a copy: %s", version, error)
             return
-        self.base = Base(version, cast("Memory", self._copies))
+        self.base = Base(version, self._copies)
 
     def drop(self) -> None:
         """Frees the copy."""
@@ -88,17 +88,10 @@ class Snapshot:
         self._copies = {}
 
 
-def _copied(storage: Bits | torch.Tensor, into: Bits | torch.Tensor | None) -> Bits | torch.Tensor:
+def _copied(storage: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     """A copy of a storage, on its device: in ``into`` if that has the same form there, otherwise in new memory."""
-    import torch
-
-    if isinstance(storage, np.ndarray):
-        if not (isinstance(into, np.ndarray) and into.dtype == storage.dtype and into.size == storage.size):
-            return storage.copy()
-        np.copyto(into, storage)
-        return into
     held = storage.detach()
-    if isinstance(into, torch.Tensor) and _form(into) == _form(held):
+    if into is not None and _form(into) == _form(held):
         return into.copy_(held)
     return held.clone()
 

@@ -12,10 +12,11 @@ from typing import cast
 import torch
 
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.memory.delta import Base, Delta, delta_bytes, delta_of
-from megatron_patches.refit.memory.device_port import DevicePort, PendingNumbers, from_host
+from megatron_patches.refit.memory.delta import Base, Delta, delta_of
+from megatron_patches.refit.memory.device_port import DevicePort, from_host
 from megatron_patches.refit.memory.loads import Load
-from megatron_patches.refit.memory.ports import Batch, Payload, Pending
+from megatron_patches.refit.memory.packets import payload_bytes
+from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Then
 from megatron_patches.refit.memory.staging import StagingPool
 
 
@@ -51,11 +52,13 @@ class DeviceBase:
             digests = self._port.pack(batch, new)
             self._base.copy_out(batch, old)
             target, crossing = self._port.near(payload)
-            changes = _Changes(self._port.to_host(encode_delta(new, old, load.width, target)), self.version, load)
+            found = self._port.to_host(encode_delta(new, old, load.width, target))
+            version, count = self.version, load.nbytes // load.width
+            delta = Then(found, lambda numbers: delta_of(version, numbers[0], count, load.width))
             if crossing:
-                nbytes = changes.nbytes()
+                nbytes = payload_bytes(load, delta.result())
                 from_host(payload)[:nbytes].copy_(target[:nbytes])
-        return digests, changes
+        return digests, delta
 
     def unpack(self, load: Load, batch: Batch, payload: Payload, changed: int) -> Pending[None]:
         """See :class:`megatron_patches.refit.memory.base_copy.BaseCopy`."""
@@ -70,7 +73,17 @@ class DeviceBase:
             if crossing:
                 source.copy_(from_host(payload), non_blocking=True)
             found = self._port.to_host(decode_delta(source, changed, completed, load.width))
-            return _Completed(self._port.unpack(batch, completed), found, changed, load)
+            copied = self._port.unpack(batch, completed)
+
+        def check(_: None) -> None:
+            invalid, places = found.result()
+            if invalid or places != changed:
+                raise TransferError(
+                    f"{invalid} of {places} places of changed elements are not in rising order or beyond the "
+                    f"{load.nbytes // load.width} elements; {changed} came"
+                )
+
+        return Then(copied, check)
 
     def close(self) -> None:
         """See :class:`megatron_patches.refit.memory.base_copy.BaseCopy`."""
@@ -81,41 +94,3 @@ class DeviceBase:
 
 def _tensors(base: Base) -> Mapping[str, torch.Tensor]:
     return cast("Mapping[str, torch.Tensor]", base.memory)
-
-
-class _Changes:
-    """What a payload holds, as soon as the GPU has found out."""
-
-    def __init__(self, changed: PendingNumbers, base: int, load: Load) -> None:
-        self._changed, self._base, self._load = changed, base, load
-
-    def done(self) -> bool:
-        return self._changed.done()
-
-    def result(self) -> Delta | None:
-        load = self._load
-        return delta_of(self._base, self._changed.result()[0], load.nbytes // load.width, load.width)
-
-    def nbytes(self) -> int:
-        """Size of the payload. Waits for it."""
-        load, found = self._load, self.result()
-        return load.nbytes if found is None else delta_bytes(found.changed, load.nbytes // load.width, load.width)
-
-
-class _Completed:
-    """A load that is completed and copied to its places, and whether its changes were valid."""
-
-    def __init__(self, copied: Pending[None], found: PendingNumbers, changed: int, load: Load) -> None:
-        self._copied, self._found, self._changed, self._load = copied, found, changed, load
-
-    def done(self) -> bool:
-        return self._copied.done()
-
-    def result(self) -> None:
-        self._copied.result()
-        invalid, places = self._found.result()
-        if invalid or places != self._changed:
-            raise TransferError(
-                f"{invalid} of {places} places of changed elements are not in rising order or beyond the "
-                f"{self._load.nbytes // self._load.width} elements; {self._changed} came"
-            )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.memory.device_tables import VALUES, ShapeTable, TileShape, describe
-from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Piece, Places, Spot, Writing, host_bytes
+from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Piece, Spot, Spots, Then, Writing, host_bytes
 from megatron_patches.refit.memory.staging import Room, StagingPool
 
 _MASK = (1 << 64) - 1
@@ -141,7 +141,7 @@ class DevicePort:
             if crossing:
                 source.copy_(from_host(payload), non_blocking=True)
             self._launch("UNPACK", batch, source, None)
-            return _Ended(self._record())
+            return self._under_way()
 
     def digest(self, batch: Batch) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.memory.ports.Port`."""
@@ -159,7 +159,7 @@ class DevicePort:
             for piece in batch.pieces:
                 self._check(piece)
             self._checked[batch] = names, tuple(map(self._forms.get, names))
-        return Places(self._memory, batch.pieces)
+        return Spots(self._memory, batch.pieces)
 
     def close(self) -> None:
         """Waits for work under way, returns the buffer, and drops the storages."""
@@ -187,14 +187,14 @@ class DevicePort:
             return from_host(payload), False
         return self._bounce.of(len(payload))[: len(payload)], True
 
-    def to_host(self, numbers: torch.Tensor) -> PendingNumbers:
-        """Queues a copy of int64 numbers to the host."""
-        if self._stream is None:
-            return PendingNumbers(numbers, None)
-        with self.on_stream():
-            host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
-            host.copy_(numbers, non_blocking=True)
-            return PendingNumbers(host, self._record())
+    def to_host(self, numbers: torch.Tensor) -> Pending[list[int]]:
+        """Queues a copy of int64 numbers to the host, which are unsigned there."""
+        host = numbers
+        if self._stream is not None:
+            with self.on_stream():
+                host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+                host.copy_(numbers, non_blocking=True)
+        return Then(self._under_way(), lambda _: [value & _MASK for value in host.tolist()])
 
     def _launch(self, move: str, batch: Batch, payload: torch.Tensor | None, digests: torch.Tensor | None) -> None:
         """Launches the kernel for a batch on the current stream, once for each shape of its boxes."""
@@ -247,8 +247,9 @@ class DevicePort:
         """Copies an array to the device. Synchronous, because it happens once."""
         return torch.from_numpy(array).to(self._device)
 
-    def _record(self) -> Any:
-        return None if self._stream is None else self._stream.record_event()
+    def _under_way(self) -> DeviceWork:
+        """All work given so far."""
+        return DeviceWork([] if self._stream is None else [self._stream.record_event()])
 
     def _check(self, piece: Piece) -> None:
         """Raises TransferError if a storage differs from its description in the manifest."""
@@ -280,31 +281,23 @@ def _device_of(memory: Mapping[str, torch.Tensor], where: str) -> torch.device:
     return devices.pop()
 
 
-class _Ended:
-    """Work on a device that ends with an event; None if it has already been done."""
+class DeviceWork:
+    """Work on a GPU that ends with events; without any, it has already been done.
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    See :class:`megatron_patches.refit.memory.ports.Pending`.
+    """
+
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+        self._events = events
 
     def done(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        """Whether it has ended."""
+        return all(event.query() for event in self._events)
 
     def result(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
-class PendingNumbers(_Ended):
-    """Numbers of 64 bits, unsigned, that a device computes."""
-
-    def __init__(self, numbers: torch.Tensor, event: Any) -> None:
-        super().__init__(event)
-        self._numbers = numbers
-
-    def result(self) -> list[int]:  # type: ignore[override]
-        """Waits for them."""
-        super().result()
-        return [value & _MASK for value in self._numbers.tolist()]
+        """Waits until it has ended."""
+        for event in self._events:
+            event.synchronize()
 
 
 def from_host(payload: Payload) -> torch.Tensor:

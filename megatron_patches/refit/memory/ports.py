@@ -9,7 +9,7 @@ Memories are flat arrays of unsigned integers as wide as the elements: bits are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 type Bits = NDArray[np.unsignedinteger]
-type Memory = Mapping[str, Bits] | Mapping[str, torch.Tensor]
-"""Storages by name: flat arrays, or flat tensors on one device."""
+type FlatMemory = Mapping[str, torch.Tensor]
+"""Storages by name: flat tensors, all in the host's memory or all on one device."""
+type Memory = Mapping[str, Bits] | FlatMemory
+"""The same, or flat arrays."""
 type Bytes = NDArray[np.uint8]
 type Payload = bytes | Bytes | torch.Tensor
 """Elements of a packet: bytes on the host, or a byte tensor on a device."""
@@ -62,7 +64,7 @@ class Spot:
         return self.storage.detach()[low:high].view(torch.uint8)
 
 
-class Places(Sequence[Spot]):
+class Spots(Sequence[Spot]):
     """Where the boxes of a batch lie. Each spot is made on demand.
 
     Args:
@@ -115,6 +117,27 @@ class Done[T]:
         return self.value
 
 
+@dataclass(frozen=True, slots=True)
+class Then[A, B]:
+    """An operation whose result is made from that of another one.
+
+    Attributes:
+        first: the other operation.
+        finish: makes the result, or raises.
+    """
+
+    first: Pending[A]
+    finish: Callable[[A], B]
+
+    def done(self) -> bool:
+        """Whether the other operation has ended."""
+        return self.first.done()
+
+    def result(self) -> B:
+        """Waits until it has ended, and makes the result."""
+        return self.finish(self.first.result())
+
+
 class Shared[T]:
     """A pending list of which several callers each wait for a part."""
 
@@ -122,9 +145,9 @@ class Shared[T]:
         self._pending: Pending[list[T]] | None = pending
         self._result: list[T] = []
 
-    def part(self, begin: int, end: int) -> SharedPart[T]:
+    def part(self, begin: int, end: int) -> Pending[list[T]]:
         """Elements ``begin`` to ``end`` of it."""
-        return SharedPart(self, slice(begin, end))
+        return Then(self, lambda whole: whole[begin:end])
 
     def done(self) -> bool:
         """Whether it has ended."""
@@ -135,22 +158,6 @@ class Shared[T]:
         if self._pending is not None:
             self._result, self._pending = self._pending.result(), None
         return self._result
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPart[T]:
-    """A part of a pending list."""
-
-    whole: Shared[T]
-    part: slice
-
-    def done(self) -> bool:
-        """Whether the whole list is available."""
-        return self.whole.done()
-
-    def result(self) -> list[T]:
-        """Waits for the whole list, and returns the part."""
-        return self.whole.result()[self.part]
 
 
 @dataclass(frozen=True, slots=True)

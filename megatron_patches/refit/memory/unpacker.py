@@ -92,17 +92,6 @@ class Unpacker:
         if base is not None:
             self._base = self._kept = renewed(self._kept, base, self._port, self._here, self._pool)
 
-    def load_of(self, announced: Packet) -> Load:
-        """The planned load of an announced packet.
-
-        Args:
-            announced: the packet; its digests are ignored.
-
-        Raises:
-            RefitError: as :meth:`accept`.
-        """
-        return self._planned(announced)
-
     def places(self, load: Load) -> Sequence[Spot]:
         """Where the boxes of a load belong."""
         return self._open.places(self._batches[load.key])
@@ -120,7 +109,7 @@ class Unpacker:
             StaleVersionError: if it carries another version than the one begun.
             TransferError: if it differs from what the plan says that this source sends.
         """
-        load = self._planned(packet)
+        load = self.load_of(packet)
         nbytes = 0 if load.direct else payload_bytes(load, packet.delta)
         for came, planned, what in (
             (len(payload), nbytes, "bytes"),
@@ -162,8 +151,8 @@ class Unpacker:
             raise TransferError(f"{self._here} has begun no version")
         return self._port
 
-    def _planned(self, packet: Packet) -> Load:
-        """The planned load of a packet, after checks of the packet's header."""
+    def load_of(self, packet: Packet) -> Load:
+        """The planned load of a packet, of which the digests are ignored. Raises as :meth:`accept`."""
         here = self._here
         sender = f"source rank {packet.source}"
         agreed = self._plan.digests.get((packet.source, self._manifest.rank), "")

@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.models.hf_common import common_traits
 from megatron_patches.refit.models.hf_refusals import activation_name, attention_refusals, vocabulary_refusals
-from megatron_patches.refit.models.traits import ModelTraits
+from megatron_patches.refit.models.traits import ModelTraits, common_traits
 from megatron_patches.refit.models.yarn import gpt_yarn_from_megatron, gpt_yarn_refusals
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from megatron_patches.refit.models import rules
 from megatron_patches.refit.models.config_fields import check_given, count, flag, integer, number
 from megatron_patches.refit.models.experts import sigmoid_router, sigmoid_router_from_config
 from megatron_patches.refit.models.family import Declaration, ModelFamily
-from megatron_patches.refit.models.hf_common import common_traits
 from megatron_patches.refit.models.hf_refusals import (
     activation_name,
     attention_refusals,
@@ -33,7 +32,7 @@ from megatron_patches.refit.models.hf_refusals import (
 from megatron_patches.refit.models.llama import traits_from_config
 from megatron_patches.refit.models.params import Cut, Weight, alike, attention, feed_forward, mtp_parts
 from megatron_patches.refit.models.shard import ParamShard, RowSpan
-from megatron_patches.refit.models.traits import MambaTraits, ModelTraits, RouterTraits
+from megatron_patches.refit.models.traits import MambaTraits, ModelTraits, RouterTraits, common_traits
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.refit.errors import RefitError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,3 +196,43 @@ class ModelTraits:
         if self.layer_kinds:
             return "mlp" in self.all_layer_kinds
         return not all(self.has_experts(layer) for layer in range(self.num_layers))
+
+
+def common_traits(model: torch.nn.Module, vocab_size: int) -> dict[str, Any]:
+    """The traits that all Megatron models expose in the same way, whatever their family, by name.
+
+    Args:
+        model: the model, or any pipeline stage of it, without wrappers.
+        vocab_size: number of embedding rows that belong to tokens.
+    """
+    config: Any = model.config
+    return {
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_heads": config.num_attention_heads,
+        "vocab_size": vocab_size,
+        "max_positions": int(model.max_sequence_length),  # type: ignore[arg-type]
+        "tied_embeddings": bool(model.share_embeddings_and_output_weights),
+        "norm_eps": config.layernorm_epsilon,
+        "init_std": config.init_method_std,
+    }
+
+
+def check_ranks_agree(found: Sequence[tuple[str, ModelTraits]], kind: type[RefitError]) -> None:
+    """Compares the ranks' architectures and traits.
+
+    Args:
+        found: architecture and traits of each rank, by rank.
+        kind: the error to raise.
+
+    Raises:
+        RefitError: of the given kind, with the first rank and field that differ from rank 0's.
+    """
+    architecture, first = found[0]
+    for rank, (name, traits) in enumerate(found):
+        pairs = [("architecture", name, architecture)]
+        if name == architecture:
+            pairs = [(item.name, getattr(traits, item.name), getattr(first, item.name)) for item in fields(traits)]
+        for what, mine, other in pairs:
+            if mine != other:
+                raise kind(f"rank {rank} describes another model than rank 0: {what} {mine} instead of {other}")

@@ -41,7 +41,6 @@ class DestinationParty(Party[ReceivingEnd]):
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
         super().__init__(assembly, options, device)
-        self.rank = assembly.party - options.sources
         self._manifest: Manifest | None = None
         self._unpacker: Unpacker | None = None
 

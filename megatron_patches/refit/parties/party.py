@@ -48,11 +48,6 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         self.seconds: dict[str, float] = {}
 
     @property
-    def name(self) -> str:
-        """Name of this party, for messages."""
-        return self._assembly.name
-
-    @property
     def plan(self) -> Plan:
         """This party's part of the plan."""
         return self.agreed.plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from megatron_patches.refit.errors import UnsupportedModelError
@@ -39,6 +39,63 @@ class Hosts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The two sides of a refit.
+
+    Attributes:
+        family: the model.
+        trainer: sizes of the trainer's axes.
+        engine: sizes of one engine's axes.
+        engines: number of such engines. Their workers are numbered one engine after another.
+        options: how the trainer keeps its weights.
+        hosts: how ranks are spread over machines.
+
+    Raises:
+        ValueError: if there is no engine.
+    """
+
+    family: ModelFamily
+    trainer: TrainerMesh
+    engine: EngineMesh
+    engines: int = 1
+    options: TrainerOptions = field(default_factory=TrainerOptions)
+    hosts: Hosts = field(default_factory=Hosts)
+
+    def __post_init__(self) -> None:
+        if self.engines < 1:
+            raise ValueError(f"there are {self.engines} engines; there must be at least one")
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of all engines."""
+        return self.engines * self.engine.size
+
+    def host_of(self, worker: int) -> str:
+        """The machine of an engine worker."""
+        return self.hosts.name("engine", worker)
+
+    def held_by(self, rank: int) -> Manifest:
+        """What a trainer rank holds.
+
+        Raises:
+            RefitError: if an axis does not divide what it cuts.
+        """
+        return trainer_manifest(self.family, self.trainer, rank, self.options, self.hosts.name("trainer", rank))
+
+    def wanted_by(self, worker: int) -> Manifest:
+        """What an engine worker wants.
+
+        Raises:
+            RefitError: if an axis does not divide what it cuts.
+        """
+        place = worker % self.engine.size
+        manifest = engine_manifest(
+            self.family.traits, self.engine, place, self.options.dtype, host=self.host_of(worker)
+        )
+        return replace(manifest, rank=worker)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Both sides, described.
 
@@ -66,23 +123,17 @@ class Cluster:
         return make_part(self.tensors, self.sources, self.destinations, part, options)
 
 
-def describe_cluster(
-    family: ModelFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
-) -> Cluster:
+def describe_cluster(sides: Sides) -> Cluster:
     """Describes every rank of both sides.
 
     Raises:
         RefitError: if a mesh does not fit the model (names axis and size), or the engine's layout lacks a tensor.
     """
-    sources = [
-        trainer_manifest(family, trainer, rank, options, hosts.name("trainer", rank)) for rank in range(trainer.size)
-    ]
+    family = sides.family
+    sources = [sides.held_by(rank) for rank in range(sides.trainer.size)]
     tensors = agree_on_tensors(family.shapes(), sources)
     dtypes = {spec.name: spec.dtype for spec in tensors}
-    destinations = [
-        engine_manifest(family.traits, engine, rank, options.dtype, hosts.name("engine", rank))
-        for rank in range(engine.size)
-    ]
+    destinations = [sides.wanted_by(worker) for worker in range(sides.workers)]
     _check_dtypes(dtypes, destinations)
     wanted = {placement.box.tensor for manifest in destinations for placement in manifest.placements}
     missing = [name for name in dtypes if name not in wanted and not is_left_out(family.traits, name)]

@@ -11,25 +11,19 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 
 from msgspec.msgpack import decode, encode
 
 from megatron_patches.refit.control.messages import Asked, Held, ModelAnswer, Overlap, Step, Wanted
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.loads import Reach
-from megatron_patches.refit.models.family import ModelFamily
-from megatron_patches.refit.models.mesh import TrainerMesh
-from megatron_patches.refit.models.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.parties.choosing import Site
 from megatron_patches.refit.parties.registry import Registry, registered
 from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
 from megatron_patches.refit.planning.local import SourceIndex, plan_destination
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.planning.requests import Request
-from megatron_patches.refit.simulation.cluster import Hosts
-from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
+from megatron_patches.refit.simulation.cluster import Sides
 from megatron_patches.refit.transports.base import Offer
 from megatron_patches.refit.transports.frames import SECRET_BYTES
 
@@ -53,63 +47,6 @@ class CpuClock:
         began = time.process_time()
         yield
         self.seconds[name] += time.process_time() - began
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sides:
-    """The two sides of a refit.
-
-    Attributes:
-        family: the model.
-        trainer: sizes of the trainer's axes.
-        engine: sizes of one engine's axes.
-        engines: number of such engines. Their workers are numbered one engine after another.
-        options: how the trainer keeps its weights.
-        hosts: how ranks are spread over machines.
-
-    Raises:
-        ValueError: if there is no engine.
-    """
-
-    family: ModelFamily
-    trainer: TrainerMesh
-    engine: EngineMesh
-    engines: int = 1
-    options: TrainerOptions = field(default_factory=TrainerOptions)
-    hosts: Hosts = field(default_factory=Hosts)
-
-    def __post_init__(self) -> None:
-        if self.engines < 1:
-            raise ValueError(f"there are {self.engines} engines; there must be at least one")
-
-    @property
-    def workers(self) -> int:
-        """Number of workers of all engines."""
-        return self.engines * self.engine.size
-
-    def host_of(self, worker: int) -> str:
-        """The machine of an engine worker."""
-        return self.hosts.name("engine", worker)
-
-    def held_by(self, rank: int) -> Manifest:
-        """What a trainer rank holds.
-
-        Raises:
-            RefitError: if an axis does not divide what it cuts.
-        """
-        return trainer_manifest(self.family, self.trainer, rank, self.options, self.hosts.name("trainer", rank))
-
-    def wanted_by(self, worker: int) -> Manifest:
-        """What an engine worker wants.
-
-        Raises:
-            RefitError: if an axis does not divide what it cuts.
-        """
-        place = worker % self.engine.size
-        manifest = engine_manifest(
-            self.family.traits, self.engine, place, self.options.dtype, host=self.host_of(worker)
-        )
-        return replace(manifest, rank=worker)
 
 
 class Fleet:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from msgspec.msgpack import decode, encode
@@ -14,7 +11,7 @@ from megatron_patches.refit.control.messages import Asked, Orders, Overlap, Step
 from megatron_patches.refit.parties.agreement import Agreed, agree_as_destination, agree_as_source
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
 from megatron_patches.refit.planning.requests import Request
-from megatron_patches.refit.simulation.fleet import NOTHING, Fleet
+from megatron_patches.refit.simulation.fleet import NOTHING, CpuClock, Fleet
 from megatron_patches.refit.transports.base import Offer, TransportName
 from megatron_patches.refit.transports.frames import SECRET_BYTES
 from megatron_patches.refit.transports.messages import Hello, encode_message
@@ -57,27 +54,20 @@ class SimulatedSteps:
         party: the party's number.
         answers: encoded answers to the party, by step.
         sent: encoded parts of the party, by step.
-        seconds: its CPU seconds, by step.
+        clock: its CPU time, by step.
     """
 
     def __init__(self, party: int, answers: Mapping[str, bytes]) -> None:
         self.party = party
         self.sent: dict[str, bytes] = {}
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.clock = CpuClock()
         self.answers = answers
 
     def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
         """Does this party's part of a step. Returns the prepared answer."""
-        with self.timed(what):
+        with self.clock.phase(what):
             self.sent[what] = encode(work())
             return decode(self.answers[what], type=kind)
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Adds the CPU time of its body to a step."""
-        began = time.process_time()
-        yield
-        self.seconds[what] += time.process_time() - began
 
 
 def run_destination(fleet: Fleet, rank: int, overlap: bytes, offers: bytes) -> WorkerCost:
@@ -146,12 +136,13 @@ def _linked(fleet: Fleet, rank: int, steps: SimulatedSteps, agreed: Agreed, requ
 
     hellos: list[bytes] = []
     steps.exchange(Step.LINKING, type(None), greet)
-    fixed = sum(steps.seconds[what] for what in (Step.DESCRIBING, Step.RECORDING, Step.CHOOSING))
+    seconds = steps.clock.seconds
+    fixed = sum(seconds[what] for what in (Step.DESCRIBING, Step.RECORDING, Step.CHOOSING))
     grown = sum(len(steps.answers[what]) for what in (Step.PLANNING, Step.LISTENING))
     greeted = scale * sum(SECRET_BYTES + len(hello) for hello in hellos)
     return WorkerCost(
         rank=rank,
-        seconds=fixed + scale * (sum(steps.seconds.values()) - fixed),
+        seconds=fixed + scale * (sum(seconds.values()) - fixed),
         messages=2 * len(steps.sent) + scale * len(hellos),
         received_bytes=sum(map(len, steps.answers.values())) + (scale - 1) * grown + (party >= sources) * greeted,
         sent_bytes=sum(map(len, steps.sent.values())) + (party < sources) * greeted,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.source.modules import ModuleSource, config_of, plain_path, unwrapped_module
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class AdapterSource(ModuleSource):
         if changed:
             raise RefitError(f"the adapter {self._adapter!r} has other modules than before: {changed[0]}")
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """See :class:`megatron_patches.refit.source.weight_source.WeightSource`. Reads the scales again."""
         self.check()
         self._read_scales()

@@ -8,7 +8,7 @@ bytes, so that the first ones can be sent meanwhile. The number of launches does
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from etp.formats.fp8 import to_e4m3
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.boxes import Box, View
 from megatron_patches.refit.layout.weight_format import BLOCK, blocks_of
+from megatron_patches.refit.memory.ports import FlatMemory
 
 if TYPE_CHECKING:
     from etp.formats.kernels import TileTable
@@ -81,8 +82,6 @@ class BlockPart:
         return of_blocks.as_strided(self.blocks, (self.pitch, 1), of_blocks.storage_offset() + self.place)
 
 
-FlatMemory = Mapping[str, torch.Tensor]
-"""Flat memory, by storage."""
 Written = Callable[[int, int], None]
 """Hears how many of the rank's bytes, and of its scales, are written once the current stream has done its work."""
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,11 +38,11 @@ from megatron_patches.refit.layout.weight_format import (
     quantized_weights,
     scales_of,
 )
-from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, FlatMemory, HostParts, KernelParts
+from megatron_patches.refit.memory.ports import FlatMemory
+from megatron_patches.refit.source.block_parts import BlockPart, BlockParts, HostParts, KernelParts
 
 if TYPE_CHECKING:
     from megatron_patches.refit.control.exchange import Exchange
-    from megatron_patches.refit.memory.ports import Memory
 
 _BYTES, _SCALES = "quantized weights", "scales of quantized weights"  # names of the storages
 
@@ -168,7 +168,6 @@ class BlockQuantizer:
         self._events: list[torch.cuda.Event] = []
         self._begins: dict[str, list[int]] = {_BYTES: [], _SCALES: []}
         storages = [storage for storage in held.storages if storage.name in quantized]
-        self._dtypes: dict[str, torch.dtype] = {storage.name: getattr(torch, storage.dtype) for storage in storages}
         *starts, self._size = accumulate((storage.logical_numel for storage in storages), initial=0)
         start_of = dict(zip((storage.name for storage in storages), starts, strict=True))
         bytes_ = torch.zeros(self._size, dtype=torch.uint8, device=device)
@@ -198,14 +197,14 @@ class BlockQuantizer:
                 ),
             )
 
-    def measure(self, memory: Memory) -> None:
+    def measure(self, memory: FlatMemory) -> None:
         """Finds the largest magnitude of this rank's part of each block of which other ranks may have parts.
 
         Args:
-            memory: what the rank holds.
+            memory: what the rank holds, by storage.
         """
         self._amax.zero_()
-        self._parts.measure(self._weights(memory), self._amax)
+        self._parts.measure(memory, self._amax)
         self._amax.masked_fill_(self._amax.isnan(), torch.inf)  # NCCL's maximum of NaN and a number is the number
 
     def agree(self) -> None:
@@ -214,7 +213,7 @@ class BlockQuantizer:
             self._straddling = _Straddling.among(self._grids, self._places, self._exchange, self._amax.device)
         self._straddling.agree(self._amax, self._exchange)
 
-    def cast(self, memory: Memory) -> None:
+    def cast(self, memory: FlatMemory) -> None:
         """Computes scales, and quantizes: on a GPU, by work on the current stream.
 
         Args:
@@ -229,7 +228,7 @@ class BlockQuantizer:
                 self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
             )
         torch.reciprocal(self._scale, out=self._inverse)
-        self._parts.quantize(self._weights(memory), self._scale, self._inverse, self._written)
+        self._parts.quantize(memory, self._scale, self._inverse, self._written)
         self._usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
         if self._amax.is_cuda:
             self._written(self._size, self._amax.numel())
@@ -256,16 +255,6 @@ class BlockQuantizer:
         self._begins[_BYTES].append(bytes_)
         self._begins[_SCALES].append(scales)
         self._events.append(torch.cuda.current_stream(self._amax.device).record_event())
-
-    def _weights(self, memory: Memory) -> FlatMemory:
-        """What the rank holds, as flat tensors that share its memory."""
-        if self._amax.is_cuda:  # a call for each of thousands of weights would take longer than to quantize them
-            return cast("FlatMemory", memory)
-        found: dict[str, torch.Tensor] = {}
-        for name, dtype in self._dtypes.items():
-            held = memory[name]
-            found[name] = torch.from_numpy(held).view(dtype) if isinstance(held, np.ndarray) else held
-        return found
 
     def _refuse(self, place: int) -> None:
         number = bisect_right(self._places, place) - 1

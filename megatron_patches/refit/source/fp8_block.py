@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config, with_scales
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
-from megatron_patches.refit.source.live import memory_of
 from megatron_patches.refit.source.weight_source import settled
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from megatron_patches.refit.control.exchange import Exchange
     from megatron_patches.refit.control.messages import Held
-    from megatron_patches.refit.memory.ports import Memory
+    from megatron_patches.refit.memory.ports import FlatMemory
     from megatron_patches.refit.source.weight_source import WeightSource
 
 
@@ -39,8 +38,7 @@ class Fp8BlockSource:
     def __init__(self, source: WeightSource, weight_format: WeightFormat, exchange: Exchange) -> None:
         self._source, self._format, self._exchange = source, weight_format, exchange
         self._quantizer: BlockQuantizer | None = None
-        self._memory: Memory = {}
-        self._quantized: Memory = {}  # part of it that stays in place
+        self._memory: FlatMemory = {}
         self._failure: Exception | None = None
         self._stream: torch.cuda.Stream | None = None  # once it is needed
 
@@ -55,7 +53,7 @@ class Fp8BlockSource:
         Raises:
             RefitError: as the other source, and as :class:`BlockQuantizer`.
         """
-        self._quantizer, self._memory, self._quantized = None, {}, {}  # their memory is needed again
+        self._quantizer, self._memory = None, {}  # their memory is needed again
         held = self._source.describe(rank)
         self._quantizer = BlockQuantizer(
             held.shapes,
@@ -64,7 +62,6 @@ class Fp8BlockSource:
             device=self.device,
             exchange=self._exchange,
         )
-        self._quantized = memory_of((name, name, tensor) for name, tensor in self._quantizer.quantized.items())
         config = held.config and held.config | {"quantization_config": quantization_config(held.shapes)}
         return replace(held, config=config, shapes=with_scales(held.shapes), manifest=self._quantizer.manifest)
 
@@ -75,8 +72,8 @@ class Fp8BlockSource:
             with self._on_stream():
                 self._quantize(self._quantizer, look_up)
 
-    def _quantize(self, quantizer: BlockQuantizer, look_up: Callable[[], Memory]) -> None:
-        memory: Memory = {}
+    def _quantize(self, quantizer: BlockQuantizer, look_up: Callable[[], FlatMemory]) -> None:
+        memory: FlatMemory = {}
         try:
             memory = look_up()
             quantizer.measure(memory)
@@ -91,9 +88,9 @@ class Fp8BlockSource:
             self._failure = error
         else:
             kept = {name: memory[name] for name in quantizer.kept}
-            self._memory = cast("Memory", {**kept, **self._quantized})  # both on the host, or both on the device
+            self._memory = {**kept, **quantizer.quantized}
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """What :meth:`settle` quantizes, and the memory of all other weights.
 
         Raises:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patches.refit.layout.boxes import Box, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.source.live import memory_of
 
 if TYPE_CHECKING:
     from megatron_patches.refit.control.messages import Held
-    from megatron_patches.refit.memory.ports import Memory
+    from megatron_patches.refit.memory.ports import FlatMemory
     from megatron_patches.refit.source.weight_source import WeightSource
 
 _STORAGE = "kv_scales"
@@ -71,7 +70,7 @@ class KVScaleSource:
         if self._scales.numel():
             self._scales.copy_(torch.tensor([self.values[name] for name in self._names], dtype=torch.float32))
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """The memory of the other source, and of the scales.
 
         Raises:
@@ -80,5 +79,4 @@ class KVScaleSource:
         memory = self._source.look_up()
         if not self._scales.numel():
             return memory
-        scales = memory_of([(_STORAGE, _STORAGE, self._scales)])
-        return cast("Memory", {**memory, **scales})  # both on the host, or both on the device
+        return {**memory, _STORAGE: self._scales}

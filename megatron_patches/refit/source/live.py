@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory.ports import Bits, Memory
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.models.families import family_of
-from megatron_patches.refit.models.family import ModelFamily
-from megatron_patches.refit.models.hf_config import build_config
+from megatron_patches.refit.models.family import ModelFamily, build_config
 from megatron_patches.refit.models.shard import ParamShard, placements
 from megatron_patches.refit.source.describe import (
     describe_model,
@@ -108,7 +107,7 @@ class MegatronSource:
         """See :func:`finish_parameter_gather`."""
         finish_parameter_gather(self._chunks)
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """See :meth:`LiveMemory.look_up`. An optimizer may have moved the weights since they were described."""
         if self._live is None:
             raise RefitError("prepare() has not succeeded")
@@ -134,8 +133,8 @@ class LiveMemory:
         self._describe()
         self._prepared = self._described()
 
-    def look_up(self) -> Memory:
-        """The storages of the description, by name: flat arrays on the CPU, otherwise flat tensors on one device.
+    def look_up(self) -> FlatMemory:
+        """The storages of the description, by name: flat tensors, in the host's memory or on one device.
 
         Raises:
             RefitError: if the model's parameters have changed, or one has no memory now or lies on another device.
@@ -201,8 +200,8 @@ def finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
-def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> Memory:
-    """Storages by name: flat arrays on the CPU, otherwise flat tensors on one device.
+def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> FlatMemory:
+    """Storages by name: flat tensors, all in the host's memory or all on a device.
 
     Args:
         parts: for each storage its name, the name of its parameter, and its one-dimensional tensor.
@@ -210,31 +209,15 @@ def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> Memory:
     Raises:
         RefitError: if some are in the host's memory and others on a device.
     """
-    arrays: dict[str, Bits] = {}
-    tensors: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     on_host: list[str] = []
     for storage, name, memory in parts:
+        found[storage] = memory
         if memory.is_cpu:
-            arrays[storage] = host_bits(memory)
             on_host.append(name)
-        else:
-            tensors[storage] = memory
-    if arrays and tensors:
+    if 0 < len(on_host) < len(found):
         raise RefitError(
-            f"{on_host[0]} (and {len(arrays) - 1} more) is in the host's memory, and others are on a device; bring all "
-            "to one before a push"
+            f"{on_host[0]} (and {len(on_host) - 1} more) is in the host's memory, and others are on a device; bring "
+            "all to one before a push"
         )
-    return tensors or arrays
-
-
-def host_bits(memory: torch.Tensor) -> Bits:
-    """A parameter's memory as unsigned integers of the elements' width; shared if on the CPU, otherwise copied.
-
-    Args:
-        memory: a contiguous, one-dimensional tensor.
-    """
-    import torch
-
-    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-    bits: Bits = memory.detach().view(unsigned[memory.element_size()]).cpu().numpy()
-    return bits
+    return found

@@ -19,7 +19,7 @@ from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
 from megatron_patches.refit.layout.dtypes import ITEMSIZE
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.source.describe import RowShardedWeight, flat_memory, held_tensors
 from megatron_patches.refit.source.live import memory_of
 
@@ -131,7 +131,7 @@ class ModuleSource:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """See :class:`megatron_patches.refit.source.weight_source.WeightSource`."""
         if not self._same():
             before = [one.block for one in self._held]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patches.refit.control.messages import Held
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.source.live import MegatronSource
 from megatron_patches.refit.source.modules import ModuleSource
 
@@ -40,7 +40,7 @@ class WeightSource(Protocol):
         What it raises fails the push on all ranks.
         """
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         """The current memory of the storages that :meth:`describe` listed, by name.
 
         Raises:
@@ -114,7 +114,7 @@ def settled(source: WeightSource) -> Once:
     except Exception as error:  # noqa: BLE001 - raised below
         failure = error  # Python deletes ``error`` after this block
 
-        def look_up() -> Memory:
+        def look_up() -> FlatMemory:
             raise failure
 
         return Once(look_up)

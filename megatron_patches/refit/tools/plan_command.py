@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -19,8 +17,8 @@ from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, Plan
 from megatron_patches.refit.planning.proof import Verdict, prove
-from megatron_patches.refit.progress import Progress, shown_progress
-from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.progress import Phases, Progress, shown_progress
+from megatron_patches.refit.simulation.cluster import Cluster, Hosts, Sides, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.live_refusals import check_live
 from megatron_patches.refit.simulation.oracle import memory_needed, verify_in_memory
 from megatron_patches.refit.simulation.report import LinkSpeeds, Traffic, traffic_of
@@ -148,9 +146,10 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
     config = read_config(options.model)
     family = family_from_config(config)
     check_live(config, family.architecture)
-    phases = _Phases(progress)
+    phases = Phases(progress)
     with phases.phase("describe"):
-        cluster = describe_cluster(family, trainer, engine, TrainerOptions(dtype=dtype_of(config)), hosts)
+        kept = TrainerOptions(dtype=dtype_of(config))
+        cluster = describe_cluster(Sides(family=family, trainer=trainer, engine=engine, options=kept, hosts=hosts))
     with phases.phase("plan"):
         plan = cluster.plan(DEFAULT_OPTIONS, _part(options))
     with phases.phase("prove"):
@@ -170,26 +169,6 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
         comparison=comparison,
         seconds=phases.seconds,
     )
-
-
-class _Phases:
-    """Times phases and reports them.
-
-    Attributes:
-        seconds: duration of each phase that has ended.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Runs one phase."""
-        self._progress.phase(name, 0)
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - started
 
 
 def of_flag[T](flag: str, make: Callable[[], T]) -> T:

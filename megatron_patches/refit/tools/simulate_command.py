@@ -15,8 +15,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.config_traits import dtype_of, family_from_config
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.progress import Progress, shown_progress
-from megatron_patches.refit.simulation.cluster import Hosts, engine_mesh, trainer_mesh
-from megatron_patches.refit.simulation.fleet import Sides
+from megatron_patches.refit.simulation.cluster import Hosts, Sides, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.live_refusals import check_live
 from megatron_patches.refit.simulation.models import MODELS, known_config
 from megatron_patches.refit.simulation.simulate import SampleSize, SimulatedFanOut, Simulation, WorkerKind, simulate

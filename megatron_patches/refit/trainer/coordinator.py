@@ -72,7 +72,7 @@ class Coordinator:
         if self.fan_out is None:
             yield
             return
-        self.fan_out.hold("a newer version is about to be pushed")
+        self.fan_out.hold()
         try:
             yield
         finally:
@@ -138,19 +138,16 @@ class Coordinator:
             ValueError: if an engine is given twice, or has the name of another one while engines know each other.
         """
         with self._lock:
-            return self._begin(engines)
-
-    def _begin(self, engines: Sequence[EngineClient] | None) -> PushOrders:
-        self._check_names(self.roster.present if engines is None else engines)
-        if self._lobby is None and self._ranks > 1:
-            self._lobby = Announcer(self._options.host, self._ranks - 1)
-        if self._options.fan_out:
-            self.fan_out = FanOut(self._options, self._ranks, self._attached)
-        if engines is not None:
-            self.roster.set(engines)
-        if not self.roster.present and not self._drops:
-            raise RefitError("there is no engine to push to")
-        return self.orders()
+            self._check_names(self.roster.present if engines is None else engines)
+            if self._lobby is None and self._ranks > 1:
+                self._lobby = Announcer(self._options.host, self._ranks - 1)
+            if self._options.fan_out:
+                self.fan_out = FanOut(self._options, self._ranks, self._attached)
+            if engines is not None:
+                self.roster.set(engines)
+            if not self.roster.present and not self._drops:
+                raise RefitError("there is no engine to push to")
+            return self.orders()
 
     def orders(self) -> PushOrders:
         """Who takes part in a push.

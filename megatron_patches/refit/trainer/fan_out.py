@@ -9,26 +9,78 @@ others *follow*: they are behind until they have taken the version, and all rank
 Waves come from :func:`megatron_patches.refit.planning.fan_out.assign`: an engine that is sending is busy, engines that
 are behind are assigned to those that are not, and an engine that has committed sends as well. Fan-out has no thread of
 its own: when an engine has joined, or has committed or given up a version, its thread checks which engines can begin.
+
+Who can send a version is also a JSON document, for engines that join and for programs that watch a fleet.
+docs/refit.md documents the schema.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
 
 from megatron_patches.refit.control.messages import State
 from megatron_patches.refit.planning.fan_out import Server, Waiting, assign
-from megatron_patches.refit.trainer.candidates import Candidates, Source, candidates_of
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
 from megatron_patches.refit.trainer.take import Take
 
 logger = logging.getLogger(__name__)
 
+CANDIDATES_SCHEMA = 1
 _ATTEMPTS = 3  # for one engine and version; then it waits for the next push
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One source of a version.
+
+    Attributes:
+        name: of the engine; ``trainer`` for the trainer.
+        kind: ``engine`` or ``trainer``. The trainer is a source only while it sends this version.
+        workers: number of the engine's workers, or of trainer ranks.
+        receivers: names of the engines to which it sends the version now.
+    """
+
+    name: str
+    kind: Literal["engine", "trainer"]
+    workers: int
+    receivers: Sequence[str]
+
+
+class Candidates(msgspec.Struct, frozen=True):
+    """The sources of the newest version that an engine serves.
+
+    Attributes:
+        schema: changes if a key changes its meaning.
+        version: number of the version; -1 if no engine serves one.
+        sources: all that have exactly this version.
+        waiting: names of engines that wait for a source.
+        digest: sha256, in hexadecimal digits, of the document with an empty digest.
+    """
+
+    schema: int
+    version: int
+    sources: Sequence[Source]
+    waiting: Sequence[str]
+    digest: str
+
+
+def candidates_of(version: int, sources: Sequence[Source], waiting: Sequence[str]) -> Candidates:
+    """The document, with its digest."""
+    found = Candidates(CANDIDATES_SCHEMA, version, sources, waiting, "")
+    return msgspec.structs.replace(found, digest=hashlib.sha256(msgspec.json.encode(found)).hexdigest())
+
+
+def candidates_json(candidates: Candidates) -> str:
+    """The document as JSON, with its keys in the order above and without blanks."""
+    return msgspec.json.encode(candidates).decode()
 
 
 @dataclass
@@ -91,7 +143,7 @@ class FanOut:
             for name, servers in self._assign([*free], dict([*behind.items()][:most]), version):
                 self._begin(behind[name], version, [free[server] for server in servers])
 
-    def hold(self, reason: str) -> None:
+    def hold(self) -> None:
         """Stops engines from taking versions from others, until :meth:`resume`. Commits under way continue.
 
         Engines that follow also continue: a push waits for them, and does not send to those that are late.
@@ -100,7 +152,7 @@ class FanOut:
             self._is_held = True
             for one, *_ in self._taking.values():
                 if one.follows < 0:
-                    one.give_up_taking(reason)
+                    one.give_up_taking("a newer version is about to be pushed")
 
     def resume(self) -> None:
         """Ends :meth:`hold`."""

@@ -24,9 +24,9 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.memory.delta import PayloadKind, Snapshot
 from megatron_patches.refit.source.kv_scale_source import KVScaleSource
 from megatron_patches.refit.source.weight_source import Once, WeightSource, settled, source_of
-from megatron_patches.refit.trainer.candidates import candidates_json
 from megatron_patches.refit.trainer.coordinator import Coordinator
 from megatron_patches.refit.trainer.engine_client import EngineClient
+from megatron_patches.refit.trainer.fan_out import candidates_json
 from megatron_patches.refit.trainer.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.trainer.push_orders import PartOutcome, PushOrders, outcome_of
 from megatron_patches.refit.trainer.subscription import Subscription
@@ -125,16 +125,8 @@ class RefitSession:
                 :attr:`OnEngineFailure.DROP`, there need not be one yet, and engines that cannot be reached are left
                 out, unless none can.
         """
-        with self._alone():
-            return self._prepare(engines, kv_scales)
-
-    def _prepare(self, engines: Sequence[EngineClient] | None, kv_scales: KVScalesOfLayers | None) -> str:
-        before = self._source.values
-        try:
+        with self._alone(), self._same_scales_after_failures():
             return self._begin(engines, kv_scales)
-        except PartyFailedError:
-            self._source.values = before
-            raise
 
     def _begin(self, engines: Sequence[EngineClient] | None, kv_scales: KVScalesOfLayers | None) -> str:
         self._subscriptions.end_all()
@@ -306,20 +298,16 @@ class RefitSession:
 
     def _orders(self, trainer: Trainer, kv_scales: KVScalesOfLayers | None) -> PushOrders:
         """Who takes part in a push, and on the first rank, with which scales."""
-        before = self._source.values
 
         def decide(coordinator: Coordinator) -> PushOrders:
             anew = self._take_scales(kv_scales)
             return replace(coordinator.orders(), anew=anew)
 
-        try:
+        with self._same_scales_after_failures():
             orders = self._subscriptions.agree(decide, trainer)
             if not orders.anew:
                 return orders
             self._begin(None, None)
-        except PartyFailedError:
-            self._source.values = before
-            raise
         return self._subscriptions.agree(Coordinator.orders, self._trainer or trainer)
 
     def _take_scales(self, kv_scales: KVScalesOfLayers | None) -> bool:
@@ -457,6 +445,16 @@ class RefitSession:
             yield
         finally:
             self._at_work.release()
+
+    @contextmanager
+    def _same_scales_after_failures(self) -> Iterator[None]:
+        """Puts back the scales of the last version if its body fails."""
+        before = self._source.values
+        try:
+            yield
+        except PartyFailedError:
+            self._source.values = before
+            raise
 
     @property
     def _on_the_first_rank(self) -> Coordinator:

@@ -7,7 +7,7 @@ fail independently of each other. Its states are those of :class:`megatron_patch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.trainer.engine_control import EngineControl
 from megatron_patches.refit.trainer.push_options import EngineReport, Fate
-from megatron_patches.refit.trainer.take import Meetings, Take
+from megatron_patches.refit.trainer.take import Meeting, Take
 from megatron_patches.refit.trainer.telemetry import cost_of
 from megatron_patches.refit.trainer.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
@@ -83,7 +83,7 @@ class Subscription:
         self.lags, self.serves, self._is_closed = False, -1, False
         self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
         self._take: Take | None = None  # the last version's, if it came from other engines
-        self._meetings = None if control is None else Meetings(control, trainer)
+        self._meeting: Meeting | None = None  # where the engine last took a version from others
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
         self.sent.set_result(Moved({}, 0))
@@ -173,7 +173,8 @@ class Subscription:
     @property
     def met(self) -> list[str]:
         """Names of the engines from which it last took a version, and would take another one without a new plan."""
-        return [] if self._meetings is None else self._meetings.met
+        meeting = self._meeting
+        return [] if meeting is None else [server.name for server in meeting.servers]
 
     @property
     def can_send(self) -> bool:
@@ -429,19 +430,32 @@ class Subscription:
 
     def _receive(self, take: Take) -> Moved:
         self._base = -1  # other ranks do not hear of this version
-        if self._meetings is None:
+        if self._control is None:
             raise PartyFailedError(f"{self.name} has not joined")
         self._log.enter(State.SENDING, take.version)
         try:
             self.check_there()  # another trainer may use the engine
-            moved = self._meetings.run(take)
+            moved = take.run(self._meeting_with(take.servers, self._control))
         except Exception as error:
-            self._meetings.close()
+            self._end_meeting()
             take.failure = describe_error(error)
             self._fail(self.serves, take.failure)
             raise
         self._log.enter(State.COMMITTING, take.version)
         return moved
+
+    def _meeting_with(self, servers: Sequence[Subscription], control: EngineControl) -> Meeting:
+        """The last meeting, if it goes on and is with the same engines; otherwise a new one."""
+        if self._meeting is None or self._meeting.servers != servers or not self._meeting.is_complete:
+            self._end_meeting()
+            self._meeting = Meeting(servers, control, self._trainer)
+        return self._meeting
+
+    def _end_meeting(self) -> None:
+        """Closes the last meeting. No version may be under way."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
 
     def _serve_after(self, sent: Future[Moved], version: int) -> Future[float]:
         served = self._run(lambda: self._serve(version, sent))
@@ -536,8 +550,7 @@ class Subscription:
         self._log.enter(State.READY if is_there else State.FAILED, version, reason)
 
     def _close(self) -> None:
-        if self._meetings is not None:
-            self._meetings.close()
+        self._end_meeting()
         if self._party is not None:
             self._party.close()
         self._log.enter(State.CLOSED)

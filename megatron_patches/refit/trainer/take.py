@@ -136,42 +136,6 @@ class Meeting:
         return replace(held, manifest=Manifest(held.manifest.rank, held.manifest.host, (), ()), partial=True)
 
 
-class Meetings:
-    """The meetings in which one engine takes versions from others, one at a time.
-
-    Args:
-        control: of the engine.
-        trainer: this rank.
-    """
-
-    def __init__(self, control: EngineControl, trainer: Trainer) -> None:
-        self._control, self._trainer = control, trainer
-        self._last: Meeting | None = None
-
-    @property
-    def met(self) -> list[str]:
-        """Names of the engines that it met last, and would meet again without a new plan. Any thread may ask."""
-        last = self._last
-        return [] if last is None else [server.name for server in last.servers]
-
-    def run(self, take: Take) -> Moved:
-        """Makes the engine receive a version, in the last meeting if the same engines still meet there.
-
-        Raises:
-            RefitError: if the version did not come. The meeting must then be closed.
-        """
-        if self._last is None or self._last.servers != take.servers or not self._last.is_complete:
-            self.close()
-            self._last = Meeting(take.servers, self._control, self._trainer)
-        return take.run(self._last)
-
-    def close(self) -> None:
-        """Closes the last meeting. No version may be under way."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.close()
-
-
 class Take:
     """One engine takes one version from others.
 

@@ -202,22 +202,6 @@ class IncomingWire(ABC):
         """Closes the wire, even if transfers are under way, and frees its memory."""
 
 
-class Delivery:
-    """A payload that is available once something pending has ended."""
-
-    def __init__(self, pending: Pending[None], payload: Payload) -> None:
-        self._pending, self._payload = pending, payload
-
-    def done(self) -> bool:
-        """See :class:`megatron_patches.refit.memory.ports.Pending`."""
-        return self._pending.done()
-
-    def result(self) -> Payload:
-        """See :class:`megatron_patches.refit.memory.ports.Pending`."""
-        self._pending.result()
-        return self._payload
-
-
 class Transport(ABC):
     """One party's part of a transport. By default, links have nothing in common, so that each ends for itself.
 

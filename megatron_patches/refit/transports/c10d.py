@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Bits, Payload, Pending, Spot, host_bytes
-from megatron_patches.refit.memory.staging import SLOTS
+from megatron_patches.refit.memory.ports import Bits, Payload, Pending, Spot, Then, host_bytes
+from megatron_patches.refit.memory.staging import SLOTS, Lease
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import (
     Check,
-    Delivery,
     IncomingWire,
     LinkEnd,
     Offer,
@@ -111,13 +110,13 @@ class C10dTransport(Transport):
         """Greets the destination, which connects the pair."""
         way, greeting = self._open.way(end.peer), self._buffer(1)
         self._greet(lambda: way.send([greeting]), end.patience)
-        return C10dOutgoing(way, self._slots(end), self.turns or Turns())
+        return C10dOutgoing(way, self._lease(end), self.turns or Turns())
 
     def incoming(self, end: LinkEnd) -> C10dIncoming:
         """Waits for the source's greeting."""
         way, greeting = self._open.way(end.peer), self._buffer(1)
         self._greet(lambda: way.receive([greeting]), end.patience)
-        return C10dIncoming(way, self._slots(end))
+        return C10dIncoming(way, self._lease(end))
 
     def stop(self) -> None:
         """Aborts the group, which ends all waits of its links."""
@@ -168,21 +167,10 @@ class C10dTransport(Transport):
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._open.device)
 
-    def _slots(self, end: LinkEnd) -> _Slots:
-        return _Slots(self._place, end.slot_bytes, self._buffer)
-
-
-class _Slots:
-    """Memory of one side of a link."""
-
-    def __init__(self, place: Place, slot_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
-        self._lease = place.pool.lease(SLOTS * slot_bytes, make)
-        whole = self._lease.buffer
-        self.tensors = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
-
-    def release(self) -> None:
-        """Returns the memory."""
-        self._lease.release()
+    def _lease(self, end: LinkEnd) -> Lease[torch.Tensor]:
+        """Memory of one side of a link, ``[slots, bytes]``."""
+        size = end.slot_bytes
+        return self._place.pool.lease(SLOTS * size, lambda nbytes: self._buffer(nbytes).view(SLOTS, size))
 
 
 class C10dOutgoing(OutgoingWire):
@@ -194,9 +182,9 @@ class C10dOutgoing(OutgoingWire):
         turns: receives what has been started.
     """
 
-    def __init__(self, way: NcclWay, slots: _Slots, turns: Turns) -> None:
-        self._way, self._slots, self._turns = way, slots, turns
-        self.slots = slots.tensors
+    def __init__(self, way: NcclWay, slots: Lease[torch.Tensor], turns: Turns) -> None:
+        self._way, self._lease, self._turns = way, slots, turns
+        self.slots = list(slots.buffer)
         self._pieces = _Pieces(read=True)
         self._under_way: list[Pending[None]] = []
 
@@ -222,7 +210,7 @@ class C10dOutgoing(OutgoingWire):
     def close(self) -> None:
         """Returns the memory; the group must have been aborted before."""
         self._under_way.clear()
-        self._slots.release()
+        self._lease.release()
 
 
 class C10dIncoming(IncomingWire):
@@ -233,13 +221,13 @@ class C10dIncoming(IncomingWire):
         slots: the memory.
     """
 
-    def __init__(self, way: NcclWay, slots: _Slots) -> None:
-        self._way, self._slots, self._pieces = way, slots, _Pieces(read=False)
+    def __init__(self, way: NcclWay, slots: Lease[torch.Tensor]) -> None:
+        self._way, self._lease, self._pieces = way, slots, _Pieces(read=False)
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Receives into this side's slot of the same number, which is free if the source's is."""
-        payload = self._slots.tensors[slot][:nbytes]
-        return Delivery(self._way.receive([payload]), payload)
+        payload = self._lease.buffer[slot][:nbytes]
+        return Then(self._way.receive([payload]), lambda _: payload)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Receives the boxes."""
@@ -247,7 +235,7 @@ class C10dIncoming(IncomingWire):
 
     def close(self) -> None:
         """Returns the memory; the group must have been aborted before."""
-        self._slots.release()
+        self._lease.release()
 
 
 def _check_gpus(gpus: Sequence[str], sources: int) -> None:

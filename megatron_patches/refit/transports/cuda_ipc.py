@@ -25,10 +25,10 @@ import torch
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot, Then
 from megatron_patches.refit.memory.staging import SLOTS, Lease
 from megatron_patches.refit.transports import frames, messages
-from megatron_patches.refit.transports.base import Delivery, IncomingWire, LinkEnd, OutgoingWire, Place, Transport
+from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
 from megatron_patches.refit.transports.cuda_mapped import Fetch
 from megatron_patches.refit.transports.cuda_runtime import CudaExport, CudaOpened, CudaRuntime, Location
 from megatron_patches.refit.transports.direct_copies import DirectCopies
@@ -229,7 +229,7 @@ class CudaIpcIncoming(IncomingWire):
         target = self._lease.buffer[start : start + nbytes]
         run = (self._opened.address + start, self._runtime.address_of(target), nbytes)
         self._copier.runs(*np.array(run, dtype=np.int64).reshape(3, 1))
-        return Delivery(self._copier.ended(), target)
+        return Then(self._copier.ended(), lambda _: target)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Copies each box from the source's weights to its place.

@@ -8,7 +8,7 @@ exported this way.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.memory.device_port import DeviceWork
 from megatron_patches.refit.memory.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaDriver
@@ -399,23 +400,9 @@ class CudaCopier:
         """All copies that were started since the last call."""
         used, self._used = self._used, set()
         with torch.cuda.device(self._device):
-            return _Copying([self._streams.streams[number].record_event() for number in sorted(used)])
+            return DeviceWork([self._streams.streams[number].record_event() for number in sorted(used)])
 
     def _next(self) -> int:
         number, stream = self._streams.next()
         self._used.add(number)
         return stream
-
-
-class _Copying:
-    """Copies that end with events."""
-
-    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
-        self._events = events
-
-    def done(self) -> bool:
-        return all(event.query() for event in self._events)
-
-    def result(self) -> None:
-        for event in self._events:
-            event.synchronize()

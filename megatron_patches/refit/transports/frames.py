@@ -15,8 +15,9 @@ from typing import cast
 from megatron_patches.refit.errors import PartyFailedError
 
 _LENGTH = struct.Struct("<Q")
-_LOOK_AROUND_S = 0.1  # interval at which a wait checks whether it should end
 _MOST_STRANGERS = 128  # connections without the secret that may be open at a time
+LOOK_AROUND_S = 0.1
+"""Interval, in seconds, at which a wait checks whether it should end."""
 SECRET_BYTES = 16
 """Length of the secret that a new connection must send first."""
 
@@ -76,7 +77,7 @@ def listen(host: str, backlog: int = 128) -> socket.socket:
 
 def prepare(connection: socket.socket) -> socket.socket:
     """Gives reads and writes a short timeout, and disables Nagle's algorithm."""
-    connection.settimeout(_LOOK_AROUND_S)
+    connection.settimeout(LOOK_AROUND_S)
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
@@ -238,7 +239,7 @@ class Callers:
             PartyFailedError: when ``patience`` ends.
         """
         while True:
-            for key, _ in self._selector.select(_LOOK_AROUND_S):
+            for key, _ in self._selector.select(LOOK_AROUND_S):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif self._is_invited(connection := cast(socket.socket, key.fileobj)):

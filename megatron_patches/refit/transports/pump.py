@@ -18,11 +18,10 @@ from megatron_patches.refit.memory.ports import Pending
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.memory.unpacker import Unpacker
 from megatron_patches.refit.transports.base import Check
-from megatron_patches.refit.transports.frames import Patience
+from megatron_patches.refit.transports.frames import LOOK_AROUND_S, Patience
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, Slot
 
-_LOOK_AROUND_S = 0.1  # how often a wait checks whether it should end
 _IMPATIENT_S = 0.0005  # how long to poll without a pause, for work that takes a GPU less than this
 _PAUSE_S = 0.00005  # then, between polls
 
@@ -149,7 +148,7 @@ def _receive_version(
     patience = Patience(timeout_s, lambda: end.awaited, check)
     while left or unpacking:
         waiting = end.idle and not unpacking
-        found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=_LOOK_AROUND_S if waiting else 0.0)
+        found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=LOOK_AROUND_S if waiting else 0.0)
         if found is not None:
             unpacking.append((found[0], unpacker.accept(*found)))
             left -= 1

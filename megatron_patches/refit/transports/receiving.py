@@ -11,34 +11,19 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import cast
 
 import msgspec
 
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
 from megatron_patches.refit.memory.loads import Load
 from megatron_patches.refit.memory.packets import NO_SLOT, Packet, payload_bytes
-from megatron_patches.refit.memory.ports import Done, Payload, Pending, Spot
+from megatron_patches.refit.memory.ports import Done, Payload, Pending, Spot, Then
 from megatron_patches.refit.transports import frames, messages
 from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
 from megatron_patches.refit.transports.frames import Patience
 
 LoadOf = Callable[[Packet], Load]
 PlacesOf = Callable[[Load], Sequence[Spot]]
-
-
-class _Arriving:
-    """A packet that was announced, and whose payload is on its way."""
-
-    def __init__(self, packet: Packet, payload: Pending[object]) -> None:
-        self.packet, self._payload = packet, payload
-
-    def done(self) -> bool:
-        return self._payload.done()
-
-    def result(self) -> tuple[Packet, Payload]:
-        payload = self._payload.result()
-        return self.packet, b"" if self.packet.slot == NO_SLOT else cast(Payload, payload)
 
 
 class ReceivingEnd:
@@ -55,7 +40,7 @@ class ReceivingEnd:
         self._selector = selectors.DefaultSelector()
         self._secret = secrets.token_bytes(frames.SECRET_BYTES)
         self._stopped = False
-        self._arriving: deque[_Arriving] = deque()
+        self._arriving: deque[tuple[Packet, Pending[Payload]]] = deque()  # announced packets, and what is on its way
         if transport.one_host:
             self._address = f"refit-{secrets.token_hex(12)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,16 +137,16 @@ class ReceivingEnd:
             TransferError: if a packet was announced that is not planned.
         """
         self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, check)
-        for arriving in self._arriving:
-            if arriving.done():
-                self._arriving.remove(arriving)
-                return arriving.result()
+        for place, (packet, payload) in enumerate(self._arriving):
+            if payload.done():
+                del self._arriving[place]
+                return packet, payload.result()
         return None
 
     @property
     def awaited(self) -> str:
         """What the end is waiting for, for messages. Any thread may ask."""
-        announced = sorted({arriving.packet.source for arriving in list(self._arriving)})
+        announced = sorted({packet.source for packet, _ in list(self._arriving)})
         if announced:
             return f"what source ranks {announced[:8]} have announced and not delivered"
         return f"a packet from any of source ranks {sorted(self._links)[:8]}"
@@ -218,8 +203,8 @@ class ReceivingEnd:
 
     def _fetch(
         self, source: int, wire: IncomingWire, packet: Packet, load_of: LoadOf, places_of: PlacesOf
-    ) -> _Arriving:
-        """Starts to fetch one packet."""
+    ) -> tuple[Packet, Pending[Payload]]:
+        """Starts to fetch one packet. Returns it, and its payload, which is empty for a direct load."""
         if packet.source != source:
             raise TransferError(f"source rank {source} announces a packet of source rank {packet.source}")
         load, delta = load_of(packet), packet.delta
@@ -235,9 +220,6 @@ class ReceivingEnd:
                 f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, "
                 f"in packet {packet.number}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
-        payload: Pending[object]
         if load.direct:
-            payload = wire.fetch_direct(load, places_of(load))
-        else:
-            payload = wire.fetch(packet.slot, packet.nbytes) if packet.nbytes else Done(b"")
-        return _Arriving(packet, payload)
+            return packet, Then(wire.fetch_direct(load, places_of(load)), lambda _: b"")
+        return packet, wire.fetch(packet.slot, packet.nbytes) if packet.nbytes else Done(b"")

@@ -16,8 +16,8 @@ import numpy as np
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Bytes, Payload, Pending, Spot, host_bytes
-from megatron_patches.refit.memory.staging import SLOTS, Lease, StagingPool
+from megatron_patches.refit.memory.ports import Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.memory.staging import SLOTS
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
 from megatron_patches.refit.transports.frames import Patience
@@ -68,23 +68,39 @@ class TcpTransport(Transport):
                 return TcpIncoming(callers.next(end.patience), end, self._place)
 
 
-class _Ending:
-    """Flag that a wire was closed; ends the wait of its thread."""
+class _Wire:
+    """What both sides of a link have: the payload connection, slots, and a thread.
 
-    closed = False
+    Args:
+        connection: the payload connection.
+        end: the link.
+        place: where this party runs.
+        thread: name of the thread.
+    """
 
-    def check(self) -> None:
-        """Raises if the wire was closed."""
-        if self.closed:
+    def __init__(self, connection: socket.socket, end: LinkEnd, place: Place, thread: str) -> None:
+        self._connection, self._timeout_s, size = connection, place.timeout_s, end.slot_bytes
+        self._lease = place.pool.lease(SLOTS * size, lambda nbytes: np.empty(nbytes, dtype=np.uint8))
+        self.slots: Sequence[Payload] = [self._lease.buffer[at * size : (at + 1) * size] for at in range(SLOTS)]
+        self._worker, self._is_closed = Worker(thread), False
+
+    def close(self) -> None:
+        """Closes the wire."""
+        self._is_closed = True
+        self._worker.close()
+        self._connection.close()
+        self._lease.release()
+
+    def _patience(self, what: str) -> Patience:
+        """Limits a wait of the thread, which ends when the wire is closed."""
+        return Patience(self._timeout_s, what, self._check_open)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
             raise PartyFailedError("the link was closed")
 
 
-def _lease_slots(pool: StagingPool, slot_bytes: int) -> tuple[Lease[Bytes], list[Bytes]]:
-    lease = pool.lease(SLOTS * slot_bytes, lambda nbytes: np.empty(nbytes, dtype=np.uint8))
-    return lease, [lease.buffer[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
-
-
-class TcpOutgoing(OutgoingWire):
+class TcpOutgoing(_Wire, OutgoingWire):
     """A source's side of a link.
 
     Args:
@@ -94,11 +110,9 @@ class TcpOutgoing(OutgoingWire):
     """
 
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
-        self._connection, self._timeout_s = connection, place.timeout_s
         self._peer = end.peer - place.sources
-        self._lease, self.slots = _lease_slots(place.pool, end.slot_bytes)
-        self._ending = _Ending()
-        self._worker, self._under_way = Worker(f"refit-to-{self._peer}"), list[Future[None]]()
+        super().__init__(connection, end, place, f"refit-to-{self._peer}")
+        self._under_way: list[Future[None]] = []
 
     def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - the slot does not matter
         """Queues the payload for sending."""
@@ -112,7 +126,7 @@ class TcpOutgoing(OutgoingWire):
         what = f"destination rank {self._peer} to take a packet"
 
         def send() -> None:
-            patience = Patience(self._timeout_s, what, self._ending.check)
+            patience = self._patience(what)
             for payload in payloads:
                 frames.send_all(self._connection, memoryview(host_bytes(payload)), patience)
 
@@ -124,15 +138,8 @@ class TcpOutgoing(OutgoingWire):
             self._under_way.remove(ended)
             ended.result()
 
-    def close(self) -> None:
-        """Closes the wire."""
-        self._ending.closed = True
-        self._worker.close()
-        self._connection.close()
-        self._lease.release()
 
-
-class TcpIncoming(IncomingWire):
+class TcpIncoming(_Wire, IncomingWire):
     """A destination's side of a link.
 
     Args:
@@ -142,14 +149,12 @@ class TcpIncoming(IncomingWire):
     """
 
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
-        self._connection, self._peer, self._timeout_s = connection, end.peer, place.timeout_s
-        self._lease, self._slots = _lease_slots(place.pool, end.slot_bytes)
-        self._ending = _Ending()
-        self._worker = Worker(f"refit-from-{end.peer}")
+        self._peer = end.peer
+        super().__init__(connection, end, place, f"refit-from-{end.peer}")
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Receives into this side's slot of the same number, which is free if the source's is."""
-        payload = self._slots[slot][:nbytes]
+        payload = self.slots[slot][:nbytes]
 
         def receive() -> Payload:
             self._receive([payload])
@@ -163,13 +168,6 @@ class TcpIncoming(IncomingWire):
         return self._worker.submit(lambda: self._receive(payloads))
 
     def _receive(self, payloads: Sequence[Payload]) -> None:
-        patience = Patience(self._timeout_s, f"a packet from source rank {self._peer}", self._ending.check)
+        patience = self._patience(f"a packet from source rank {self._peer}")
         for payload in payloads:
             frames.receive_into(self._connection, memoryview(host_bytes(payload)), patience)
-
-    def close(self) -> None:
-        """Closes the wire."""
-        self._ending.closed = True
-        self._worker.close()
-        self._connection.close()
-        self._lease.release()

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from megatron_patches.refit.transports.frames import Patience
-
-_LOOK_AROUND_S = 0.1  # interval at which a wait checks whether it should end
+from megatron_patches.refit.transports.frames import LOOK_AROUND_S, Patience
 
 
 class Worker:
@@ -56,6 +54,6 @@ def wait_for[T](future: Future[T], patience: Patience) -> T:
     """
     while not future.done():
         with suppress(TimeoutError):
-            return future.result(_LOOK_AROUND_S)
+            return future.result(LOOK_AROUND_S)
         patience.tick()
     return future.result()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from dataclasses import replace
 
 import torch
@@ -17,13 +16,7 @@ from megatron_patches.refit.control.adapter_names import session_folder
 from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.messages import Model, State, StateLog
-from megatron_patches.refit.errors import (
-    LostWeightsError,
-    PartyFailedError,
-    RefitError,
-    StaleVersionError,
-    TransferError,
-)
+from megatron_patches.refit.errors import LostWeightsError, RefitError, StaleVersionError, TransferError
 from megatron_patches.refit.layout.boxes import View, row_major_strides
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.ports import Memory
@@ -33,6 +26,7 @@ from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
+from megatron_patches.refit.vllm.received import ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
@@ -67,10 +61,7 @@ class AdapterSession:
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors, by name
         self._dtype = torch.bfloat16  # in which vLLM computes with adapters, once that is known
         self._latest = -1
-        self._staged: StagedAdapter | None = None
-        self._given_up = -1  # version whose commit failed while it was still arriving
-        self._staging = threading.Lock()  # for these two, because a version arrives in a thread of its own
-        self._instead = "nothing has been received"  # why nothing is staged
+        self._received = ReceivedVersion(log, undo=StagedAdapter.undo)
         self._aside = Aside(_HOST)
         self._aside.start(f"join-{call.adapter}", self._join)
 
@@ -82,7 +73,7 @@ class AdapterSession:
         """
         self.abandon()
         if self._memory is None:
-            raise RefitError(f"asked to receive version {call.version}, but {self._instead}")
+            raise RefitError(f"asked to receive version {call.version}, but {self._received.instead}")
         self._log.enter(State.SENDING, call.version)
         self._aside.start(f"receive-{call.adapter}-{call.version}", lambda: self._take(call))
 
@@ -101,10 +92,7 @@ class AdapterSession:
         finally:
             if self._memory is not None:  # otherwise it has failed to join, and stays so
                 self._log.enter(State.READY, version, reason or "")
-            try:
-                self._party.post_commit(version, reason)
-            except PartyFailedError as error:
-                logger.warning("refit: nobody hears how the commit of version %d went: %s", version, error)
+            report_commit(self._party, version, reason)
 
     def abandon(self) -> None:
         """Drops what has been received.
@@ -113,11 +101,8 @@ class AdapterSession:
             RefitError: if a version that is arriving does not end.
         """
         self._aside.finish(self._call.timeout_s)
-        if self._staged is not None:
-            self._staged.undo()
-        self._staged, self._given_up = None, -1
-        if self._memory is not None:
-            self._instead = "nothing has been received"
+        if self._memory is not None:  # otherwise it has failed to join, and says so
+            self._received.clear()
 
     def end(self) -> None:
         """Leaves the session. The versions that it has brought stay.
@@ -135,11 +120,11 @@ class AdapterSession:
         try:
             manifest = self._party.prepare(self._want)
             self._assembly.most_silence_s = self._call.lease_s
-            self._memory = VersionMemory(manifest, _HOST, None)
+            self._memory = VersionMemory(manifest, _HOST)
             self._log.enter(State.READY)
         except Exception as error:
             self._log.enter(State.FAILED, reason=describe_error(error))
-            self._instead = f"joining failed ({describe_error(error)})"
+            self._received.instead = f"joining failed ({describe_error(error)})"
             self._party.close()
             raise
 
@@ -152,7 +137,7 @@ class AdapterSession:
         specs = model.tensors
         self._shapes, self._dtype = {spec.name: spec.shape for spec in specs}, manager.lora_config.lora_dtype
         return Manifest(
-            self._party.rank,
+            serving.worker,
             socket.gethostname(),
             tuple(Storage(spec.name, spec.dtype, spec.box.volume, spec.box.volume) for spec in specs),
             tuple(
@@ -170,15 +155,9 @@ class AdapterSession:
                 self._files, self._folder, call.adapter, call.version, factors_of(tensors), self._dtype
             )
             staged.write()
-            with self._staging:
-                if call.version == self._given_up:
-                    staged.undo()
-                    raise TransferError(f"version {call.version} was written after its commit had failed")
-                self._staged = staged
-                self._log.enter(State.COMMITTING, call.version)
+            self._received.put(call.version, staged)
         except Exception as error:
-            self._log.enter(State.READY, call.version, describe_error(error))
-            self._instead = f"what came of version {call.version} was given up ({describe_error(error)})"
+            self._received.lose(call.version, error)
             raise
 
     def _make(self, call: RefitCall, made: list[Arriving]) -> Memory:
@@ -189,24 +168,16 @@ class AdapterSession:
             raise RefitError("this worker has not joined the session")
         made.append(self._memory.make(self._call.timeout_s))
         self._party.beside_bytes = made[0].beside_bytes
-        return made[0].received_in
+        return made[0].tensors
 
     def _place(self, version: int) -> None:
         workers = AllOrNone(version, self._latest, self._call.timeout_s + VOTE_S)
-        late: RefitError | None = None
-        try:
-            self._aside.finish(self._call.timeout_s)
-        except RefitError as error:
-            late = error
-        with self._staging:
-            staged = self._staged
-            self._given_up = version if late is not None else -1
-        if late is not None or staged is None or staged.version != version:
-            workers.decline()
-            raise TransferError(f"asked to commit version {version}, but {late or self._instead}") from late
+        staged = self._received.take(version, workers, lambda: self._aside.finish(self._call.timeout_s))
         try:
             workers.exchange(staged)
-        except LostWeightsError as error:  # no weights are lost: at worst, files are left of which vLLM is not told
-            raise TransferError(str(error)) from error
-        self._staged, self._instead = None, f"version {version} has been taken"
+        except Exception as error:
+            staged.undo()
+            if isinstance(error, LostWeightsError):  # none are: at worst, files are left of which vLLM is not told
+                raise TransferError(str(error)) from error
+            raise
         self._latest = version

@@ -69,15 +69,10 @@ class Adapters:
         if earlier is not None:
             earlier.end()
         who = f"the trainer of adapter {call.adapter} at {call.host}:{call.port}"
-        session = AdapterSession(call, self._serving, self._files, StateLog(who, self._level))
+        session = AdapterSession(call, self._serving, self._files, StateLog(who, self._serving.level))
         self._sessions[call.adapter] = call.token, session
-        logger.log(self._level, "refit: %s pushes into this engine from now on", who)
+        logger.log(self._serving.level, "refit: %s pushes into this engine from now on", who)
 
     def _commit(self, call: RefitCall, session: AdapterSession) -> None:
         session.commit(call.version)
-        logger.log(self._level, "refit: version %d of adapter %s is written", call.version, call.adapter)
-
-    @property
-    def _level(self) -> int:
-        """Level of messages that one of an engine's workers logs for all."""
-        return logging.INFO if self._serving.config.parallel_config.rank == 0 else logging.DEBUG
+        logger.log(self._serving.level, "refit: version %d of adapter %s is written", call.version, call.adapter)

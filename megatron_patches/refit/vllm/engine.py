@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from megatron_patches.refit.control.messages import Standing, State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
-from megatron_patches.refit.vllm import open_updates
+from megatron_patches.refit.vllm import patches
 from megatron_patches.refit.vllm.adapters import Adapters
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
@@ -63,7 +63,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
     ) -> None:
         installed_release()  # refuse a modified vLLM before it serves
         super().__init__(config, vllm_config, device, model)
-        open_updates.end_open_updates()
+        patches.end_open_updates()
         self.version = 0
         self._settings = settings_of(vllm_config.additional_config)
         self._admitted = self._settings.unguarded
@@ -72,7 +72,9 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         self._token = ""  # the session's
         self._trainer = ""  # address of the session's trainer
         self._log: StateLog | None = None
-        self._adapters = Adapters(ServingModel(model, vllm_config, device))
+        self._serving = serving = ServingModel(model, vllm_config, device)
+        self._level = serving.level
+        self._adapters = Adapters(serving)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
         """Reads one call.
@@ -193,9 +195,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         self._end()
         self._token, self._trainer = call.token, f"{call.host}:{call.port}"
         self._log = StateLog(f"the trainer at {self._trainer}", self._level)
-        serving = ServingModel(self.model, self.vllm_config, self.device)
         try:
-            self._joining = Joining(call, serving, self.version, self._log)
+            self._joining = Joining(call, self._serving, self.version, self._log)
         except BaseException:
             self._token = ""
             raise
@@ -205,14 +206,18 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
             raise RefitError(f"asked to record the layout, but {self._why_not()}")
         self._joining.record()
 
-    def _joined(self, call: RefitCall) -> WorkerSession | None:
-        """The session that a call belongs to; None if it belongs to another one, or there is none."""
-        if call.token != self._token:
-            return None
-        if self._joining is not None:
+    def _joined(self, call: RefitCall, what: str) -> WorkerSession:
+        """The session that a call belongs to.
+
+        Raises:
+            RefitError: if it belongs to another one, or there is none; says ``what`` was asked.
+        """
+        if call.token == self._token and self._joining is not None:
             joining, self._joining = self._joining, None
             self._session = joining.finish()
             logger.log(self._level, "refit: the trainer at %s pushes into this engine from now on", self._trainer)
+        if self._session is None or call.token != self._token:
+            raise RefitError(f"asked to {what}, but {self._why_not()}")
         return self._session
 
     def _why_not(self) -> str:
@@ -226,11 +231,6 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
                 under_way.end()
         self._joining, self._session, self._token = None, None, ""
 
-    @property
-    def _level(self) -> int:
-        """Level of messages that one of an engine's workers logs for all."""
-        return logging.INFO if self.parallel_config.rank == 0 else logging.DEBUG
-
     def _check_allowed(self, call: RefitCall) -> None:
         if not self._admitted:
             raise RefitError(
@@ -241,9 +241,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         self._settings.check_trainer(call.host, call.port)
 
     def _receive(self, call: RefitCall) -> None:
-        session = self._joined(call)
-        if session is None:
-            raise RefitError(f"asked to receive version {call.version}, but {self._why_not()}")
+        session = self._joined(call, f"receive version {call.version}")
         session.receive(call.version, call.step, call.linked, key=call.key)
 
     def _commit(self, call: RefitCall) -> None:
@@ -268,10 +266,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
             RefitError: if the trainer of another session asks, or its address is not allowed.
         """
         self._settings.check_trainer(call.host, call.port)
-        session = self._joined(call)
-        if session is None:
-            raise RefitError(f"asked to send version {call.version} to another engine, but {self._why_not()}")
-        session.relay(call)
+        self._joined(call, f"send version {call.version} to another engine").relay(call)
 
     def _meet(self, call: RefitCall) -> None:
         """Starts to meet other engines, to take a version from them.
@@ -280,10 +275,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
             RefitError: as for :meth:`_relay`.
         """
         self._settings.check_trainer(call.host, call.port)
-        session = self._joined(call)
-        if session is None:
-            raise RefitError(f"asked to take version {call.version} from other engines, but {self._why_not()}")
-        session.meet(call)
+        self._joined(call, f"take version {call.version} from other engines").meet(call)
 
     def _leave(self, call: RefitCall) -> None:
         """Ends the session of a trainer that has fallen silent."""

@@ -23,14 +23,18 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from megatron_patches.refit.control import lease
-from megatron_patches.refit.control.adapter_names import ADAPTER_ROUTE
+from megatron_patches.refit.control.adapter_names import ADAPTER_NAME, ADAPTER_ROUTE, version_name
 from megatron_patches.refit.control.credentials import API_KEY_VARIABLE
 from megatron_patches.refit.control.secret import SECRET_HEADER, Secret, read_or_make_secret
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.vllm.adapter_route import add_adapter
-from megatron_patches.refit.vllm.asgi import GUARDED, App, Message, Receive, Send, answer
+from megatron_patches.refit.vllm.asgi import GUARDED, App, Message, Receive, Send, answer, read_body
 from megatron_patches.refit.vllm.pause_lease import PauseLease
 from megatron_patches.refit.vllm.plugin import ENGINE_NAME
 
@@ -51,6 +55,7 @@ _NOT_PUBLIC = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 _OWN = frozenset({f"/{lease.ROUTE}", f"/{ADAPTER_ROUTE}"})
 """The routes that this package adds."""
+_MOST_BYTES = 8192
 
 
 class RefitGuard:
@@ -189,3 +194,45 @@ def _marked(send: Send) -> Send:
         await send(message)
 
     return marked
+
+
+class _NewVersion(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of a request; see :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
+
+    adapter: Annotated[str, Meta(pattern=rf"^{ADAPTER_NAME}\Z")]
+    version: Annotated[int, Meta(ge=0)]
+    folder: Annotated[str, Meta(max_length=4096, pattern="^/")]
+    keep: Annotated[int, Meta(ge=1)]
+
+
+async def add_adapter(scope: Message, receive: Receive, send: Send) -> None:
+    """Adds a version of a LoRA adapter that the workers have written, and drops those beyond the limit.
+
+    It uses the server's own list of models, as ``/v1/load_lora_adapter`` does, which is open only with
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. It answers with the versions of the adapter that are in use, so that workers
+    know which files vLLM may still read.
+    """
+    try:
+        asked = msgspec.json.decode(await read_body(receive, _MOST_BYTES), type=_NewVersion)
+    except msgspec.MsgspecError as error:
+        await answer(send, 400, str(error))
+        return
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+
+    state = scope["app"].state
+    models: Any = state.openai_serving_models
+    name, beginning = version_name(asked.adapter, asked.version), f"{asked.adapter}@"
+    loaded = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=asked.folder))
+    if not isinstance(loaded, str):
+        await answer(send, 409, f"vLLM does not add {name}: {loaded.error.message}")
+        return
+
+    def versions_in(names: Iterable[str | None]) -> list[int]:
+        known = [name.removeprefix(beginning) for name in names if name is not None and name.startswith(beginning)]
+        return [int(version) for version in known if version.isdecimal()]  # an operator may name others
+
+    served = versions_in(models.lora_requests)
+    for old in served[: -asked.keep]:
+        await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=version_name(asked.adapter, old)))
+    running = versions_in(request.lora_name for request in state.engine_client.output_processor.request_states.values())
+    await answer(send, 200, None, versions=sorted({*running, *served[-asked.keep :]}))

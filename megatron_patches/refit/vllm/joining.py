@@ -32,10 +32,9 @@ from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
-from megatron_patches.refit.vllm.reload import loader_form
+from megatron_patches.refit.vllm.reload import loader_form, without_adapter_layers
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
-from megatron_patches.refit.vllm.unwrapped import without_adapter_layers
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel, WorkerLayout, WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Joining:
             raise PartyFailedError(f"no trainer described its model within {self._call.timeout_s:.0f} s") from error
         try:
             with without_adapter_layers(self._serving.model):
-                layout = describe_layout(model, self._serving, self._party.rank, self._memory, self._payload)
+                layout = describe_layout(model, self._serving, self._memory, self._payload)
             if self._memory is MemoryMode.BESIDE:
                 make_ready(self._serving.device)  # here, so that all parties learn of a failure
         except Exception as error:  # noqa: BLE001 - raised in the step of all parties
@@ -153,15 +152,12 @@ class Joining:
         return layout.manifest
 
 
-def describe_layout(
-    model: Model, serving: ServingModel, rank: int, memory: MemoryMode, payload: PayloadKind = PayloadKind.WHOLE
-) -> WorkerLayout:
+def describe_layout(model: Model, serving: ServingModel, memory: MemoryMode, payload: PayloadKind) -> WorkerLayout:
     """Describes what a worker wants of a model, by running the engine's own weight loaders.
 
     Args:
         model: the trainer's model.
         serving: the serving model.
-        rank: the worker's destination rank.
         memory: where versions will be received.
         payload: what versions travel as.
 
@@ -184,10 +180,10 @@ def describe_layout(
     check_all_loaded(serving.model, parameters, {parameter.name for parameter in recording.parameters})
     by_name = {spec.name: spec for spec in weights}
     manifest = recorded_manifest(
-        rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
+        serving.worker, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
     )
     manifest = with_kv_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
-    relays = Relays(model, manifest, layers, serving.device, worker=rank, name=serving.name, config=serving.config)
+    relays = Relays(model, manifest, layers, serving)
     return WorkerLayout(manifest, recording.fills, layers, in_place, relays, payload)

@@ -43,9 +43,9 @@ def register() -> None:
 
     _log_as_vllm_does()
     if current_platform.is_cpu():
-        from megatron_patches.refit.vllm import cpu
+        from megatron_patches.refit.vllm import patches
 
-        cpu.adapt_to_cpu()
+        patches.adapt_to_cpu()
 
 
 def _register(*engine: Any) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.config import VllmConfig
 
 from megatron_patches.refit.control.messages import Model
 from megatron_patches.refit.errors import RefitError, UnsupportedEngineError
@@ -17,7 +17,9 @@ from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake, check_stays_awake
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.refit_call import RefitCall
-from megatron_patches.refit.vllm.version_memory import bits_of
+
+if TYPE_CHECKING:
+    from megatron_patches.refit.vllm.worker_session import ServingModel
 
 _ENDING_S = 10.0
 """Seconds for a thread to end after the last version has been sent."""
@@ -30,25 +32,11 @@ class Relays:
         model: the model, as the trainer described it.
         manifest: what the worker receives of every version.
         layers: layers of the serving model.
-        device: the model's device.
-        worker: number of this worker in its engine.
-        name: name of this worker, for messages.
-        config: vLLM's configuration.
+        serving: the serving model.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        manifest: Manifest,
-        layers: Layers,
-        device: torch.device,
-        *,
-        worker: int,
-        name: str,
-        config: VllmConfig,
-    ) -> None:
-        self._model, self._manifest, self._layers, self._device = model, manifest, layers, device
-        self._worker, self._name, self._config = worker, name, config
+    def __init__(self, model: Model, manifest: Manifest, layers: Layers, serving: ServingModel) -> None:
+        self._model, self._manifest, self._layers, self._serving = model, manifest, layers, serving
         self._relays: dict[str, tuple[Relay, Aside]] = {}  # by key of the meeting
         self._lock = threading.Lock()
 
@@ -78,7 +66,7 @@ class Relays:
                 if thread.idle and not kept.goes_on:
                     kept.leave()
                     del self._relays[key]
-            relay, aside = self._relays.get(call.key) or (self._meet(call), Aside(self._device))
+            relay, aside = self._relays.get(call.key) or (self._meet(call), Aside(self._serving.device))
             aside.finish(_ENDING_S)
             aside.start(f"relay-{version}", lambda: relay.run(call.version, committed))
             self._relays[call.key] = relay, aside
@@ -107,8 +95,9 @@ class Relays:
             self._relays = {}
 
     def _meet(self, call: RefitCall) -> Relay:
-        number, device = call.first + self._worker, str(self._device)
-        return Relay(call.invitation, number, self._name, call.links(self._config), device, call.lease_s)
+        serving, number = self._serving, call.first + self._serving.worker
+        links, device = call.links(serving.config), str(serving.device)
+        return Relay(call.invitation, number, serving.name, links, device, call.lease_s)
 
     def _memory(self) -> Memory:
         """The serving weights, by name of the storages in which they arrived.
@@ -121,17 +110,15 @@ class Relays:
         for storage in self._manifest.storages:
             if storage.rule is not None:
                 raise UnsupportedEngineError(
-                    f"{self._name} cannot send what it serves: it keeps {storage.target} as {storage.final_dtype}, "
-                    f"computed from the {storage.dtype} that the trainer sent"
+                    f"{self._serving.name} cannot send what it serves: it keeps {storage.target} as "
+                    f"{storage.final_dtype}, computed from the {storage.dtype} that the trainer sent"
                 )
         found: Mapping[str, torch.Tensor] = self._layers.readable([storage.name for storage in self._manifest.storages])
         for storage in self._manifest.storages:
             tensor = found.get(storage.name)
             if tensor is None or tensor.numel() != storage.numel or tensor.dtype is not getattr(torch, storage.dtype):
                 raise UnsupportedEngineError(
-                    f"{self._name} cannot send what it serves: vLLM has changed the form of {storage.name} after "
-                    "loading"
+                    f"{self._serving.name} cannot send what it serves: vLLM has changed the form of {storage.name} "
+                    "after loading"
                 )
-        if self._device.type == "cpu":
-            return {name: bits_of(tensor) for name, tensor in found.items()}
-        return dict(found)
+        return found

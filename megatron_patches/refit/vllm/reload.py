@@ -16,8 +16,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.errors import TransferError, UnsupportedEngineError
 from megatron_patches.refit.vllm.kv_scales import follow_scales
 from megatron_patches.refit.vllm.layers import Layer, Layers, join
 from megatron_patches.refit.vllm.releases import installed_release
@@ -27,6 +29,8 @@ from megatron_patches.refit.vllm.swap import Pair, Swap, Users, same_memory
 logger = logging.getLogger(__name__)
 
 Named = dict[str, torch.Tensor]
+
+_WRAPPERS = (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA)
 
 
 @contextmanager
@@ -42,6 +46,37 @@ def loader_form(model: nn.Module) -> Iterator[Named]:
             for path, layer in model.named_modules()
             for name, found in tensors_of(layer).items()
         }
+
+
+@contextmanager
+def without_adapter_layers(model: nn.Module) -> Iterator[None]:
+    """Replaces vLLM's wrappers for adapters (``--enable-lora``) with the layers inside, until the context ends.
+
+    A wrapper computes with the weights of the layer inside, and adds the factors of adapters, which it keeps
+    separately. So new weights reach everything that serves. But weight loaders look for the inner layer under the
+    wrapper's name. Nothing may compute meanwhile.
+
+    Raises:
+        UnsupportedEngineError: naming a layer whose wrapper may keep something of its weights.
+    """
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for path, parent in model.named_modules():
+        for name, layer in parent._modules.items():
+            if not isinstance(layer, BaseLayerWithLoRA):
+                continue
+            if not isinstance(layer, _WRAPPERS) or getattr(layer, "embeddings_weights", None) is not None:
+                raise UnsupportedEngineError(
+                    f"{path}.{name} is wrapped for adapters ({type(layer).__name__}) in a way that new weights may not "
+                    "reach; start the engine without --enable-lora"
+                )
+            places.append((parent._modules, name, layer))
+    for modules, name, layer in places:
+        modules[name] = layer.base_layer
+    try:
+        yield
+    finally:
+        for modules, name, layer in places:
+            modules[name] = layer
 
 
 class Replacement:

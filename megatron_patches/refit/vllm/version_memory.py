@@ -6,23 +6,18 @@ are their own base. Of the others (converted, processed, or sharing memory), a c
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
+from vllm.device_allocator.cumem import CuMemAllocator
 
 from megatron_patches.refit.layout.manifest import Manifest
-from megatron_patches.refit.memory.delta import Base
-from megatron_patches.refit.memory.ports import Bits, Memory
+from megatron_patches.refit.memory.delta import Base, PayloadKind
 from megatron_patches.refit.vllm.in_place import InPlace, serving_storages
 from megatron_patches.refit.vllm.layers import Layers
 
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-
-
-def bits_of(memory: torch.Tensor) -> Bits:
-    """Flat host memory as unsigned integers."""
-    bits: Bits = memory.view(_UNSIGNED[memory.element_size()]).numpy()
-    return bits
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,37 +26,40 @@ class Arriving:
 
     Attributes:
         tensors: flat tensors in the arriving dtypes, by storage.
-        bits: the same as unsigned integers if in host memory; otherwise empty.
         beside_bytes: size of the memory that was allocated beside the serving weights.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    bits: dict[str, Bits] = field(default_factory=dict)
     beside_bytes: int = 0
-
-    @property
-    def received_in(self) -> Memory:
-        """The memory that a party receives into."""
-        return self.bits or self.tensors
 
 
 class VersionMemory:
     """Makes memory for successive versions.
 
+    Of an engine in vLLM's sleep mode, which may share its GPU with a trainer, it logs what a version takes.
+
     Args:
         manifest: what the worker wants.
-        device: where its model is.
+        device: where versions are received.
         in_place: serving memory in which versions are received; None to allocate all memory.
         layers: the model's layers; None if nothing serves as it arrives.
+        payload: what versions travel as.
     """
 
     def __init__(
-        self, manifest: Manifest, device: torch.device, in_place: InPlace | None, layers: Layers | None = None
+        self,
+        manifest: Manifest,
+        device: torch.device,
+        in_place: InPlace | None = None,
+        layers: Layers | None = None,
+        payload: PayloadKind = PayloadKind.WHOLE,
     ) -> None:
         self._storages, self._device, self._in_place, self._layers = manifest.storages, device, in_place, layers
+        self._keeps_base = payload is PayloadKind.DELTA
         self._version = -1  # number of the base; -1 for none
         self._copies: dict[str, torch.Tensor] = {}  # of the base
         self._next: dict[str, torch.Tensor] = {}  # of the version that may become the base
+        self._used_gib: dict[str, float] = {}  # of the GPU, by all processes, at each stage of a version
 
     def make(self, timeout_s: float) -> Arriving:
         """Makes memory for the next version. In place, the serving weights may be overwritten from now on.
@@ -72,6 +70,7 @@ class VersionMemory:
         Raises:
             RefitError: if there is no backup.
         """
+        self._note_use("before")
         self._next = {}
         serving = self._in_place.begin(timeout_s) if self._in_place is not None else {}
         made = Arriving()
@@ -81,18 +80,27 @@ class VersionMemory:
                 memory = torch.empty(storage.numel, dtype=getattr(torch, storage.dtype), device=self._device)
                 made.beside_bytes += memory.nbytes
             made.tensors[storage.name] = memory
-            if self._device.type == "cpu":
-                made.bits[storage.name] = bits_of(memory)
+        self._note_use("with both")
         return made
 
     def keep(self, made: Arriving) -> None:
-        """Copies the part of a complete version that will not serve as it arrived, before anything processes it."""
-        served = self._served()
-        self._next = {name: tensor.clone() for name, tensor in made.tensors.items() if name not in served}
+        """Copies the part of a base that will not serve as it arrived, before anything processes the version."""
+        if self._keeps_base:
+            served = self._served()
+            self._next = {name: tensor.clone() for name, tensor in made.tensors.items() if name not in served}
 
     def committed(self, version: int) -> None:
-        """The version of the last :meth:`keep` serves from now on."""
-        self._version, self._copies, self._next = version, self._next, {}
+        """The version of the last :meth:`keep` serves from now on, and the replaced weights are freed.
+
+        Their memory is given back if a KV cache that wakes up, or a trainer, may need it.
+        """
+        if self._may_sleep:
+            torch.cuda.empty_cache()
+            self._note_use("now")
+            stages = ", ".join(f"{gib:.2f} {when}" for when, gib in self._used_gib.items())
+            logger.info("refit: version %d: GiB of %s in use: %s", version, self._device, stages)
+        if self._keeps_base:
+            self._version, self._copies, self._next = version, self._next, {}
 
     def base(self) -> Base | None:
         """The version that serves, as it arrived; None if none was kept. See [Note: base]."""
@@ -105,3 +113,12 @@ class VersionMemory:
             return {}
         found = serving_storages(layers, self._storages)
         return {name: memory for name, memory in found.items() if layers.is_plain(name)}
+
+    @property
+    def _may_sleep(self) -> bool:
+        return self._device.type == "cuda" and CuMemAllocator.instance is not None
+
+    def _note_use(self, when: str) -> None:
+        if self._may_sleep:
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._used_gib[when] = (total - free) / 2**30

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,13 +27,7 @@ from vllm.config import VllmConfig
 
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.messages import State, StateLog
-from megatron_patches.refit.errors import (
-    LostWeightsError,
-    PartyFailedError,
-    RefitError,
-    StaleVersionError,
-    TransferError,
-)
+from megatron_patches.refit.errors import LostWeightsError, RefitError, StaleVersionError
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.memory.ports import Memory
@@ -44,11 +37,11 @@ from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
-from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.engine_refusals import check_awake
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scale_values
+from megatron_patches.refit.vllm.received import ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import Replacement, refresh_attention
@@ -85,6 +78,11 @@ class ServingModel:
         """Name of this worker, for messages."""
         return f"engine worker {self.worker} on {socket.gethostname()}:{os.getpid()}"
 
+    @property
+    def level(self) -> int:
+        """Level of messages that one of an engine's workers logs for all."""
+        return logging.INFO if self.config.parallel_config.rank == 0 else logging.DEBUG
+
 
 @dataclass(frozen=True)
 class WorkerLayout:
@@ -107,10 +105,9 @@ class WorkerLayout:
     payload: PayloadKind = PayloadKind.WHOLE
 
 
-class _Staged(NamedTuple):
-    """A version that has been received and verified: its number, its weights, and the digests of its boxes."""
+class _Complete(NamedTuple):
+    """A version that has been received and verified: its weights, and the digests of its boxes."""
 
-    version: int
     replacement: Replacement
     digests: Sequence[int]
 
@@ -148,19 +145,14 @@ class WorkerSession:
         # Without conversion rules, only the location of the new weights matters, which is known before they arrive.
         self._may_begin = may_go_on and all(storage.rule is None for storage in layout.manifest.storages)
         self._in_place = layout.in_place
-        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place, layout.layers)
-        self._takes_deltas = layout.payload is PayloadKind.DELTA
+        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place, layout.layers, layout.payload)
         self._aside = Aside(serving.device)
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._digests: Sequence[int] = ()  # digests of that version's boxes
-        self._staged: _Staged | None = None
-        self._given_up = -1  # version whose commit failed while it was still arriving
-        self._staging = threading.Lock()  # for these two, because a version arrives in a thread of its own
+        self._received = ReceivedVersion[_Complete](log)
         self._others: Taking | None = None  # receives versions from other engines, once it has met some
         self._receiving = party  # the party that received the last version: the trainer's, or that of a meeting
-        self._instead = "nothing has been received"  # why nothing is staged
         self._lost: str | None = None  # why the model's weights are lost for good
-        self._device_memory = DeviceMemory(serving.device)
 
     def meet(self, call: RefitCall) -> None:
         """Starts to agree with other engines on how versions that they serve come here; see [Note: meanwhile].
@@ -170,10 +162,9 @@ class WorkerSession:
         """
         self._leave_others()
         self._come_to_rest()
-        number, device = call.sources + self._party.rank, str(self._serving.device)
-        others = Taking(
-            call.invitation, number, self._party.name, call.links(self._serving.config), device, call.lease_s
-        )
+        serving, number = self._serving, call.sources + self._serving.worker
+        links, device = call.links(serving.config), str(serving.device)
+        others = Taking(call.invitation, number, serving.name, links, device, call.lease_s)
         self._aside.start(f"meet-{call.version}", lambda: others.meet(self._layout.manifest))
         self._others = others
 
@@ -200,7 +191,7 @@ class WorkerSession:
             party = self._others.party
             party.backup_bytes = self._party.backup_bytes
         self._receiving = party
-        self._staged, self._instead, self._given_up = None, "nothing has been received", -1
+        self._received.clear()
         if self._in_place is not None:
             self._layout.relays.stop(LEAVING_S)
         self._log.enter(State.SENDING, version)
@@ -221,10 +212,10 @@ class WorkerSession:
         except Exception as error:
             reason = f"{type(error).__name__}: {describe_error(error)}"
             self._log.enter(State.FAILED if self._lost is not None else State.READY, version, reason)
-            self._tell(version, reason)
+            report_commit(self._party, version, reason)
             raise
         self._log.enter(State.READY, version)
-        self._tell(version, None)
+        report_commit(self._party, version, None)
 
     def relay(self, call: RefitCall) -> None:
         """Starts to send the version that serves to another engine. If it cannot be sent, that engine's parties fail.
@@ -246,7 +237,7 @@ class WorkerSession:
             LostWeightsError: if the old weights cannot be restored.
         """
         self._come_to_rest()
-        self._staged, self._instead = None, "what had been received was given up"
+        self._received.clear("what had been received was given up")
 
     def end(self) -> None:
         """Leaves the session, after restoring the old weights and ending what is under way.
@@ -269,14 +260,8 @@ class WorkerSession:
         self._layout.relays.leave(LEAVING_S)
         self._aside.finish(LEAVING_S)
         self._party.close()
-        self._staged = None
+        self._received.drop()
         self._log.enter(State.CLOSED)
-
-    def _tell(self, version: int, reason: str | None) -> None:
-        try:
-            self._party.post_commit(version, reason)
-        except PartyFailedError as error:
-            logger.warning("refit: nobody hears how the commit of version %d went: %s", version, error)
 
     def _leave_others(self) -> None:
         others, self._others = self._others, None
@@ -297,7 +282,7 @@ class WorkerSession:
         if self._lost is not None:
             raise LostWeightsError(self._lost)
         if self._in_place is not None and self._in_place.begun:
-            self._staged = None
+            self._received.drop()
             self._in_place.put_back(lambda: refresh_attention(self._serving.model, self._serving.config))
             logger.info("refit: version %d has been put back", self.version)
 
@@ -308,32 +293,25 @@ class WorkerSession:
         def make() -> Memory:
             made.append(self._make(version))
             party.beside_bytes = made[0].beside_bytes
-            return made[0].received_in
+            return made[0].tensors
 
         def begin() -> None:
             begun.append(self._put_together(dict(made[0].tensors)))
 
         try:
             party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
-            made[0].bits.clear()  # the receiver may keep the dictionary
             check_scale_values(self._layout.manifest, made[0].tensors)
-            if self._takes_deltas:
-                self._memory.keep(made[0])
+            self._memory.keep(made[0])
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
             if party is not self._party:
                 party.unlink()
-            with self._staging:
-                if version == self._given_up:
-                    raise TransferError(f"version {version} was put together after its commit had failed")
-                self._staged = _Staged(version, replacement, party.verified)
-                self._log.enter(State.COMMITTING, version)
+            self._received.put(version, _Complete(replacement, party.verified))
         except Exception as error:
             if party is not self._party:
                 party.close()
-            self._log.enter(State.READY, version, describe_error(error))
-            self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
+            self._received.lose(version, error)
             self._settle()  # does nothing while requests continue
             raise
 
@@ -341,10 +319,7 @@ class WorkerSession:
         check_awake()
         if version <= self._latest:
             raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
-        self._device_memory.note("before")
-        made = self._memory.make(self._timeout_s)
-        self._device_memory.note("with both")
-        return made
+        return self._memory.make(self._timeout_s)
 
     def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
         """The new weights, prepared as far as possible before the commit, for which requests wait."""
@@ -359,11 +334,11 @@ class WorkerSession:
         # The slowest worker may first have to wait for the version to arrive.
         workers = AllOrNone(version, self.version, self._timeout_s + VOTE_S)
         try:
-            staged = self._take_staged(version, workers)
+            received = self._received.take(version, workers, self._end_reading)
             if self._in_place is not None:
-                workers.overwrite(staged.replacement, self._serving.device)
+                workers.overwrite(received.replacement, self._serving.device)
             else:
-                workers.exchange(staged.replacement)
+                workers.exchange(received.replacement)
         except LostWeightsError as error:
             self._lost = str(error)
             raise
@@ -371,36 +346,18 @@ class WorkerSession:
             self._settle()
             raise
         self.version = self._latest = version  # first: what follows may fail
-        self._digests = staged.digests
-        del staged  # it may hold the old weights
-        self._device_memory.give_back(version)
-        if self._takes_deltas:
-            self._memory.committed(version)
+        self._digests = received.digests
+        del received  # it may hold the old weights
+        self._memory.committed(version)
         if self._in_place is not None:
             self._in_place.done()
 
-    def _take_staged(self, version: int, workers: AllOrNone) -> _Staged:
-        """Takes what is staged of a version.
+    def _end_reading(self) -> None:
+        """Waits until a version has arrived, and nothing reads the serving weights.
 
         Raises:
-            TransferError: if the version is not staged.
+            RefitError: if that is not so in time, or the engine sleeps.
         """
-        late: RefitError | None = None
-        try:
-            self._aside.finish(self._timeout_s)
-            self._layout.relays.stop(LEAVING_S)
-            check_awake()
-        except RefitError as error:
-            late = error
-        with self._staging:
-            staged, self._staged = self._staged, None
-            self._given_up = version if late is not None else -1
-        if late is not None or staged is None or staged.version != version:
-            found = self._instead if staged is None else f"version {staged.version} has been received"
-            found = found if late is None else str(late)
-            if staged is not None:
-                self._instead = f"version {staged.version} was given up for version {version}"
-            workers.decline()
-            raise TransferError(f"asked to commit version {version}, but {found}") from late
-        self._instead = f"version {version} has been taken"
-        return staged
+        self._aside.finish(self._timeout_s)
+        self._layout.relays.stop(LEAVING_S)
+        check_awake()

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -45,9 +44,9 @@ NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def scale_in(bits: Any) -> float:
+def scale_in(memory: Any) -> float:
     """The number in the memory of a scale."""
-    return float(np.asarray(bits).view("f8")[0])
+    return float(memory[0])
 
 
 @NEEDS_PEFT
@@ -80,7 +79,7 @@ def test_a_changed_scale_is_of_the_next_version() -> None:
     source.describe(0)
     layer = model.base_model.model.layers[0].up
     layer.set_scale("default", 0.5)
-    (scale,) = [scale_in(bits) for name, bits in source.look_up().items() if name.endswith(SCALE)]
+    (scale,) = [scale_in(memory) for name, memory in source.look_up().items() if name.endswith(SCALE)]
     assert scale == layer.scaling["default"] == 0.5 * 12 / 5
 
 
@@ -236,7 +235,7 @@ class Models:
 
     def ask(self, **content: Any) -> tuple[int, dict[str, Any]]:
         """What the route answers."""
-        from megatron_patches.refit.vllm.adapter_route import add_adapter
+        from megatron_patches.refit.vllm.guard import add_adapter
 
         sent: list[Any] = []
 
@@ -409,7 +408,7 @@ def test_an_adapter_that_is_written_too_late_is_given_up(
     with pytest.raises(TransferError, match="commit version 3, but refit-receive-math-3 did not end within 1 s"):
         session.commit(3)
     party.may_receive.set()
-    with pytest.raises(TransferError, match="version 3 was written after its commit had failed"):
+    with pytest.raises(TransferError, match="version 3 was ready only after its commit had failed"):
         session.commit(3)
     assert "internal error" not in caplog.text
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -145,8 +145,8 @@ class Party:
         base: Callable[[], Any],
     ) -> None:
         del version, step, linked, base
-        memory: dict[str, np.ndarray] = make_memory()
-        memory[WEIGHT][:] = bits_of(self.weight)
+        memory: dict[str, torch.Tensor] = make_memory()
+        memory[WEIGHT].copy_(self.weight.flatten())
         if meanwhile is not None:
             meanwhile()
 
@@ -179,20 +179,13 @@ class Worker:
         storages = (Storage(WEIGHT, str(dtype).removeprefix("torch."), self.serving.numel(), self.serving.numel()),)
         serving = InPlace(layers, storages, CPU) if in_place else None
         self.party = Party()
-        relays = Relays(
-            messages.Model({}, ()),
-            Manifest(0, "here", storages, ()),
-            layers,
-            CPU,
-            worker=0,
-            name="a worker",
-            config=config,
-        )
+        model = ServingModel(self.model, config, CPU)
+        relays = Relays(messages.Model({}, ()), Manifest(0, "here", storages, ()), layers, model)
         log = StateLog("a trainer", logging.DEBUG)
         log.enter(State.READY)
         self.session = WorkerSession(
             cast(Any, self.party),
-            ServingModel(self.model, config, CPU),
+            model,
             WorkerLayout(Manifest(0, "here", storages, ()), (), layers, serving, relays),
             version=0,
             may_go_on=not in_place,

@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_patches.refit.control.messages import Standing, State
-from megatron_patches.refit.trainer.candidates import Source, candidates_json, candidates_of
-from megatron_patches.refit.trainer.fan_out import FanOut
+from megatron_patches.refit.trainer.fan_out import FanOut, Source, candidates_json, candidates_of
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
 from megatron_patches.refit.trainer.take import Take
@@ -148,7 +147,7 @@ def test_nothing_is_taken_while_a_push_begins() -> None:
     engines.append(later)
     fan_out.look()
     assert (late.takes, later.takes) == ([(7, ["first"])], [])
-    fan_out.hold("a push begins")
+    fan_out.hold()
     assert late.is_idle  # what it took was given up
     fan_out.look()
     assert (len(late.takes), len(later.takes)) == (1, 0)
@@ -174,7 +173,7 @@ def test_those_that_follow_take_a_version_or_are_told_why_not() -> None:
     seed.serves = 7
     seed.served.set_result(0.0)
     fan_out.look()
-    fan_out.hold("a push begins")
+    fan_out.hold()
     assert [one.takes for one in engines] == [[], [(7, ["engine 0"])], [], []]
     others[0].end(serves=True)
     fan_out.look()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.memory.delta import PayloadKind, Snapshot, decode_delta, delta_bytes, encode_delta
-from megatron_patches.refit.memory.ports import Bits, Bytes
+from megatron_patches.refit.memory.ports import Bytes
 from megatron_patches.refit.trainer.adapters import AdapterPublisher
 from megatron_patches.refit.trainer.session import RefitOptions
 from tests.support.quick import examples
@@ -141,7 +141,7 @@ def test_random_bytes_are_decoded_or_refused(data: Any, count: int, width: int, 
 
 
 def test_a_snapshot_is_a_copy_in_memory_that_is_used_again() -> None:
-    live: dict[str, Bits] = {"w": np.arange(10, dtype=np.uint16), "b": np.arange(3, dtype=np.uint32)}
+    live = {"w": torch.arange(10, dtype=torch.bfloat16), "b": torch.arange(3)}
     kept = Snapshot()
     assert kept.base is None
     kept.take(4, live)

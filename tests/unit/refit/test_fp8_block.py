@@ -27,7 +27,7 @@ from megatron_patches.refit.layout.weight_format import (
     scales_of,
     with_scales,
 )
-from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.source import block_parts
 from megatron_patches.refit.source.block_parts import BlockPart, HostParts, KernelParts, _grouped
@@ -137,7 +137,7 @@ def quantizer(
     return BlockQuantizer(shapes, held, power_of_two=power_of_two, device=CPU, exchange=member)
 
 
-def run(one: BlockQuantizer, memory: Memory) -> None:
+def run(one: BlockQuantizer, memory: FlatMemory) -> None:
     one.measure(memory)
     one.agree()
     one.cast(memory)
@@ -250,10 +250,10 @@ class Weights:
         if self.unsettled:
             raise OSError("the weights are still on their way")
 
-    def look_up(self) -> Memory:
+    def look_up(self) -> FlatMemory:
         if self.failure:
             raise MemoryError(self.failure)
-        return {name: flat.view(torch.uint16).numpy() for name, flat in self._held(0)[1].items()}
+        return self._held(0)[1]
 
     def _held(self, rank: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
         norm = Box("model.norm.weight", (0,), (3,))
@@ -290,7 +290,7 @@ def test_a_weight_that_is_no_number_fails_the_push_of_all_its_ranks_alone(value:
             else:
                 memory = source.look_up()
                 source.confirm()
-                assert np.asarray(memory["memory of model.norm.weight"]).tolist()[:3] == [0x3F80, 0x4000, 0x4040]
+                assert memory["memory of model.norm.weight"].tolist()[:3] == [1.0, 2.0, 3.0]
                 assert {len(memory[one.name]) for one in held[rank].manifest.storages} > {3 + 5}
 
 
@@ -340,12 +340,12 @@ def test_a_module_is_quantized_under_its_own_names() -> None:
     views = {one.box.tensor: one.view for one in held.manifest.placements}
 
     def sent(name: str) -> torch.Tensor:
-        return views[name].tensor(torch.from_numpy(np.asarray(memory[views[name].storage])))
+        return views[name].tensor(memory[views[name].storage])
 
     for name in quantized:
         data, scales = reference(state[name], power_of_two=True)
-        assert torch.equal(sent(name), data)
-        assert torch.equal(sent(scales_of(name)).view(torch.float32), scales)
+        assert torch.equal(sent(name).view(torch.uint8), data)
+        assert torch.equal(sent(scales_of(name)), scales)
 
 
 def test_what_is_quantized_follows_the_published_checkpoints() -> None:

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.models.families import family_of
+from megatron_patches.refit.models.family import build_config
 from megatron_patches.refit.models.gpt import rotary_frequencies
-from megatron_patches.refit.models.hf_config import build_config
 from tests.support.public_models import PUBLIC
 
 

@@ -16,7 +16,7 @@ from megatron_patches.refit.errors import RefitError, UnmappedParameterError, Un
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source import live
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.live import LiveMemory, host_bits
+from megatron_patches.refit.source.live import LiveMemory
 
 
 class Layer(nn.Module):
@@ -67,10 +67,10 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def check(found: Memory, model: nn.Module) -> None:
     """It is what a description of the model as it is now says."""
-    expected = {item.shard.storage: host_bits(item.memory) for item in describe_model([model])}
-    assert {name: bits.tolist() for name, bits in found.items()} == {n: bits.tolist() for n, bits in expected.items()}
-    assert {name: bits.ctypes.data for name, bits in found.items()} == {  # type: ignore[union-attr]
-        name: bits.ctypes.data for name, bits in expected.items()
+    expected = {item.shard.storage: item.memory for item in describe_model([model])}
+    assert {name: flat.tolist() for name, flat in found.items()} == {n: flat.tolist() for n, flat in expected.items()}
+    assert {name: flat.data_ptr() for name, flat in found.items()} == {  # type: ignore[union-attr]
+        name: flat.data_ptr() for name, flat in expected.items()
     }
 
 

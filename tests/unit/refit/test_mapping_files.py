@@ -20,11 +20,11 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from megatron_patches.refit.models.families import declared, family_of
 from megatron_patches.refit.models.mesh import TrainerMesh
-from megatron_patches.refit.models.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.models.offline import param_shards, trainer_manifest
 from megatron_patches.refit.planning.plan import PlanOptions, make_plan
 from megatron_patches.refit.planning.proof import prove
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.simulation.cluster import Hosts, describe_cluster
+from megatron_patches.refit.simulation.cluster import Sides, describe_cluster
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 from tests.unit.refit.test_hf_config import fake_model
@@ -172,7 +172,7 @@ def test_a_mapping_file_is_enough_for_an_export_and_for_plans(mapping_file: Mapp
     prove(plan, sources, wanted, options)
     assert sum(1 for spec in plan.tensors if ".behind." in spec.name) == 2
     with pytest.raises(UnsupportedModelError, match=r"no place for model\.layers\.0\.behind\.weight \(and 1 more"):
-        describe_cluster(family, mesh, EngineMesh(), TrainerOptions(), Hosts())
+        describe_cluster(Sides(family=family, trainer=mesh, engine=EngineMesh()))
 
 
 def test_without_its_mapping_file_an_architecture_is_not_planned_for(mapping_file: MappingFile) -> None:

@@ -72,9 +72,10 @@ def test_memory_is_the_module_s_own_and_may_move() -> None:
     source = ModuleSource(model, {})
     source.describe(0)
     for _ in range(2):
-        for name, bits in source.look_up().items():
+        for name, flat in source.look_up().items():
             tensor = model.get_parameter(name) if "linear" in name else model.get_buffer(name)
-            assert torch.from_numpy(bits).data_ptr() == tensor.data_ptr()
+            assert isinstance(flat, torch.Tensor)
+            assert flat.data_ptr() == tensor.data_ptr()
         model.linear.weight.data = torch.randn(5, 3)
         model.kept = torch.zeros(2)
 

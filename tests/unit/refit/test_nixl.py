@@ -15,9 +15,8 @@ from megatron_patches.refit.memory.loads import Reach, Terms, cut_into_loads
 from megatron_patches.refit.memory.ports import Bits
 from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.transports.nixl import NixlTransport
+from megatron_patches.refit.transports.nixl import NixlTransport, RegisteredStorages
 from megatron_patches.refit.transports.nixl_agent import MemoryRange, NixlAgent, range_of
-from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 from tests.unit.refit.link_ends import SLOT, Ends
 from tests.unit.refit.test_parties import coverable, memory, values
 from tests.unit.refit.transport_cases import NEEDS

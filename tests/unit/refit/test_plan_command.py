@@ -18,7 +18,7 @@ from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, make_plan
-from megatron_patches.refit.simulation.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.simulation.cluster import Cluster, Sides, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.oracle import OracleError, verify_in_memory
 from megatron_patches.refit.simulation.report import LinkSpeeds, LinkTraffic, traffic_of
 from tests.integration.tiny_models import DEEPSEEK_V3
@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> str:
 
 def cluster(engine: str = ENGINE) -> Cluster:
     family = family_from_config(CONFIG)
-    return describe_cluster(family, trainer_mesh(TRAINER), engine_mesh(engine), TrainerOptions(), Hosts())
+    return describe_cluster(Sides(family=family, trainer=trainer_mesh(TRAINER), engine=engine_mesh(engine)))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -314,7 +314,8 @@ def test_a_pattern_of_another_length_than_the_model_is_refused(
 
 def test_the_trainers_dtype_is_the_engines_and_ranks_are_checked() -> None:
     family = family_from_config(CONFIG)
-    sides = describe_cluster(family, trainer_mesh(""), engine_mesh(""), TrainerOptions(dtype="float16"), Hosts())
+    kept = TrainerOptions(dtype="float16")
+    sides = describe_cluster(Sides(family=family, trainer=trainer_mesh(""), engine=engine_mesh(""), options=kept))
     assert {spec.dtype for spec in sides.tensors} == {"float16"}
     with pytest.raises(UnsupportedModelError, match="there is no destination rank 9"):
         sides.plan(PlanOptions(), PartOf("destination", 9))

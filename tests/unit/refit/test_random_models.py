@@ -15,7 +15,7 @@ from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.planning.plan import PartOf, PlanOptions
 from megatron_patches.refit.planning.proof import prove
-from megatron_patches.refit.simulation.cluster import Hosts, describe_cluster
+from megatron_patches.refit.simulation.cluster import Hosts, Sides, describe_cluster
 from megatron_patches.refit.simulation.oracle import verify_in_memory
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 from tests.support.quick import examples
@@ -123,7 +123,8 @@ def arrives_whole(
         grouped_experts=transformer_engine,
     )
     try:
-        sides = describe_cluster(family, trainer, engine, options, Hosts(ranks_per_host=3, colocated=colocated))
+        hosts = Hosts(ranks_per_host=3, colocated=colocated)
+        sides = describe_cluster(Sides(family=family, trainer=trainer, engine=engine, options=options, hosts=hosts))
     except UnsupportedModelError:
         return False
     plan_options, staging_bytes = PlanOptions(split_bytes=1 + seed % 200), 64 + seed % 4000

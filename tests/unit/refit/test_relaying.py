@@ -24,6 +24,7 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from megatron_patches.refit.vllm import relaying
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
+from megatron_patches.refit.vllm.worker_session import ServingModel
 
 PLAIN = Storage("w", "bfloat16", 3, 3)
 
@@ -41,8 +42,10 @@ class Layers:
 def relays(*storages: Storage, **tensors: torch.Tensor) -> Relays:
     manifest = Manifest(0, "here", storages, ())
     layers = cast(Any, Layers(**tensors))
-    config = cast(Any, SimpleNamespace(additional_config={}))
-    return Relays(Model({}, ()), manifest, layers, torch.device("cpu"), worker=0, name="worker 0", config=config)
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    config = cast(Any, SimpleNamespace(additional_config={}, parallel_config=parallel))
+    serving = ServingModel(torch.nn.Identity(), config, torch.device("cpu"))
+    return Relays(Model({}, ()), manifest, layers, serving)
 
 
 def memory(*storages: Storage, **tensors: torch.Tensor) -> Any:
@@ -53,7 +56,7 @@ def test_weights_are_read_where_they_serve() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     found = memory(PLAIN, w=weight)
     weight[1] = 4.0
-    assert found["w"].tolist() == weight.view(torch.uint16).tolist()
+    assert found["w"].tolist() == weight.tolist()
 
 
 @pytest.mark.parametrize(

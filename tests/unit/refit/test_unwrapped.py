@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm.lora.layers import FusedMoEWithLoRA, RowParallelLinearWithLoRA, VocabParallelEmbeddingWithLoRA
 
-from megatron_patches.refit.vllm.unwrapped import without_adapter_layers
+from megatron_patches.refit.vllm.reload import without_adapter_layers
 
 
 def wrapped(kind: type[nn.Module], layer: nn.Module, **attributes: Any) -> Any:

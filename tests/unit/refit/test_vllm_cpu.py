@@ -24,7 +24,7 @@ from vllm import _custom_ops
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils
 
-from megatron_patches.refit.vllm import cpu
+from megatron_patches.refit.vllm import patches
 
 if not hasattr(torch.ops._C, "init_shm_manager"):
     pytest.skip("vLLM's kernels for CPUs without AVX-512 have no shared memory", allow_module_level=True)
@@ -53,8 +53,8 @@ def test_linear_layers_compute_with_their_parameter(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     layer: Any = torch.nn.Linear(64, 32, bias=True, dtype=torch.bfloat16)
     weight, pointer = layer.weight, layer.weight.data_ptr()
-    cpu.adapt_to_cpu()
-    cpu.adapt_to_cpu()
+    patches.adapt_to_cpu()
+    patches.adapt_to_cpu()
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_linear_layers_compute_with_their_parameter_though_another_plugin_came_f
         own(layer, remove_weight)
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", wrapped)
-    cpu.adapt_to_cpu()
+    patches.adapt_to_cpu()
     layer: Any = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     assert layer.cpu_linear is torch.nn.functional.linear
@@ -86,7 +86,7 @@ def test_linear_layers_compute_with_their_parameter_though_another_plugin_came_f
 def test_weights_of_other_layers_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda *args: seen.append(args))
-    cpu.adapt_to_cpu()
+    patches.adapt_to_cpu()
     layer = torch.nn.Conv1d(4, 4, 3, groups=4)
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     assert seen == [(layer, True)]
@@ -102,8 +102,8 @@ def test_a_port_of_an_earlier_engine_is_no_obstacle_and_nothing_is_left(
     try:
         with pytest.raises(RuntimeError, match=r"create shm in SHMManager failed\. errno: 17"):
             CpuCommunicator(group, torch.device("cpu"), group, "tp:0")
-        cpu.adapt_to_cpu()
-        cpu.adapt_to_cpu()  # as often as vLLM loads its plugins in one process
+        patches.adapt_to_cpu()
+        patches.adapt_to_cpu()  # as often as vLLM loads its plugins in one process
         for _ in range(2):
             assert CpuCommunicator(group, torch.device("cpu"), group, "tp:0").supports_tensor_dict
         assert list(SHARED_MEMORY.glob(f"{port}*")) == [left]

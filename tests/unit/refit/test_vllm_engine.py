@@ -20,7 +20,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.control.messages import State, StateLog
-from megatron_patches.refit.vllm import all_or_none, open_updates
+from megatron_patches.refit.vllm import all_or_none, patches
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
 from megatron_patches.refit.vllm.joining import Joining
@@ -372,8 +372,8 @@ def test_an_update_that_was_left_open_ends_when_another_one_starts_or_the_traine
     monkeypatch.setattr(gpu_worker, "Worker", Worker)
     for name in ("start_weight_update", "shutdown_weight_transfer_engine"):
         monkeypatch.setattr(Worker, name, getattr(Worker, name))  # to be put back
-    open_updates.end_open_updates()
-    open_updates.end_open_updates()
+    patches.end_open_updates()
+    patches.end_open_updates()
     worker = Worker()
     worker.start_weight_update()
     assert not caplog.text

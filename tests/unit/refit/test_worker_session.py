@@ -24,8 +24,8 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import all_or_none, worker_session
-from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.version_memory import VersionMemory
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerLayout, WorkerSession
 
 
@@ -183,7 +183,8 @@ def session(
 ) -> WorkerSession:
     log = StateLog("a trainer", logging.DEBUG)
     log.enter(State.READY)
-    config = cast(Any, SimpleNamespace(additional_config={}))
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=1)
+    config = cast(Any, SimpleNamespace(additional_config={}, parallel_config=parallel))
     serving = ServingModel(nn.Linear(1, 1), config, torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
     layout = WorkerLayout(
@@ -219,7 +220,7 @@ def test_a_version_that_comes_from_other_engines_is_committed_like_one_of_the_tr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     party, others, met = Party(), Party(), list[object]()
-    party.rank, party.name, party.backup_bytes = 1, "worker 1", 5  # type: ignore[attr-defined]
+    party.backup_bytes = 5  # type: ignore[attr-defined]
 
     def taking(_: object, number: int, *__: object) -> SimpleNamespace:
         met.append(number)
@@ -358,7 +359,7 @@ def test_a_version_that_is_put_together_too_late_is_given_up(caplog: pytest.LogC
                 break
             time.sleep(0.01)
     assert "internal error" not in caplog.text
-    with pytest.raises(TransferError, match="version 7 was put together after its commit had failed"):
+    with pytest.raises(TransferError, match="version 7 was ready only after its commit had failed"):
         under_test.commit(7)
     assert Replacement.done == ["begin"]
     assert under_test.version == 2
@@ -404,7 +405,7 @@ def test_a_worker_whose_weights_are_new_says_so_whatever_fails_afterwards(monkey
     def fail(*_: object) -> None:
         raise RuntimeError("the device has an error")
 
-    monkeypatch.setattr(DeviceMemory, "give_back", fail)
+    monkeypatch.setattr(VersionMemory, "committed", fail)
     with pytest.raises(RuntimeError, match="the device has an error"):
         worker.commit(5)
     assert "apply" in Replacement.done

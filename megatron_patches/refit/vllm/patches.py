@@ -1,8 +1,14 @@
-"""Changes that vLLM needs on CPUs so that weights can be replaced. Unused elsewhere."""
+"""Changes that vLLM needs so that weights can be replaced: some on CPUs alone, and one everywhere.
+
+[Note: open updates] vLLM's worker notes that an update of its own contract was started. Until it is finished, the
+worker refuses to start another one and to release the trainer. A trainer that dies in between never finishes it. By
+then the old weights serve; only the note is left.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
+logger = logging.getLogger(__name__)
+
 # Where Linux keeps shared memory made by shm_open.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked up by name
 
 _APPLIED = "_etp_applied"  # attribute of a changed function; others may have wrapped the same function before
+_REFUSED = ("start_weight_update", "shutdown_weight_transfer_engine")  # the latter is not in vLLM 0.26
 
 
 def adapt_to_cpu() -> None:
@@ -25,14 +34,29 @@ def adapt_to_cpu() -> None:
 
     # On Arm, oneDNN packs experts into its own memory too.
     _custom_ops._supports_onednn = False
-    prepare = utils.dispatch_cpu_unquantized_gemm
-    if not hasattr(prepare, _APPLIED):
-        utils.dispatch_cpu_unquantized_gemm = _with_linear_weights_in_place(prepare)
-        setattr(utils.dispatch_cpu_unquantized_gemm, _APPLIED, True)
-    start = _CPUSHMDistributed._init_cpu_shm
-    if not hasattr(start, _APPLIED):
-        _CPUSHMDistributed._init_cpu_shm = _with_a_name_of_its_own(start)
-        setattr(_CPUSHMDistributed._init_cpu_shm, _APPLIED, True)
+    _change(utils, "dispatch_cpu_unquantized_gemm", _with_linear_weights_in_place)
+    _change(_CPUSHMDistributed, "_init_cpu_shm", _with_a_name_of_its_own)
+
+
+def end_open_updates() -> None:
+    """Lets this process's worker end an open update, without effect, before what it would refuse.
+
+    See [Note: open updates].
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for name in _REFUSED:
+        if hasattr(Worker, name):
+            _change(Worker, name, _after_ending_an_update)
+
+
+def _change(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Replaces a function by what ``change`` makes of it, once."""
+    function = getattr(owner, name)
+    if not hasattr(function, _APPLIED):
+        changed = change(function)
+        setattr(changed, _APPLIED, True)
+        setattr(owner, name, changed)
 
 
 def _with_linear_weights_in_place(prepare: Callable[..., None]) -> Callable[..., None]:
@@ -72,3 +96,14 @@ def _with_a_name_of_its_own(start: Callable[[_CPUSHMDistributed], int]) -> Calla
         return handle
 
     return started
+
+
+def _after_ending_an_update(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(method)
+    def carried_out(worker: Any) -> None:
+        if worker._weight_update_active:
+            logger.warning("refit: a weight update was started and never finished; it ends without effect")
+            worker.finish_weight_update()
+        method(worker)
+
+    return carried_out
