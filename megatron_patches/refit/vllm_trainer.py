@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 
 from vllm import __version__
 from vllm.distributed.weight_transfer import (
+    RayVLLMWeightSyncClient,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
     WeightSource,
@@ -101,7 +102,8 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
 
     def __init__(self, init_info: EtpTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self._engine = ContractEngine(client, init_info.world_size)
+        admits = isinstance(client, RayVLLMWeightSyncClient)  # there is no guard before an actor
+        self._engine = ContractEngine(client, init_info.world_size, admits=admits)
         self._transfer = EtpWeightTransfer(
             [self._engine],
             config=init_info.config,
@@ -116,7 +118,7 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
         """Makes one, on every rank of the trainer.
 
         Raises:
-            ValueError: if there is no source, or its ranks hold parts of the model.
+            ValueError: if there is no source, its ranks hold parts of the model, or the client has several actors.
         """
         if source is None:
             raise ValueError("source is None; pass a WeightSource, such as ModuleSource(model)")
@@ -124,6 +126,11 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
             raise ValueError(
                 "source.held_names() names a part of the model, and the first rank must iterate whole tensors of all "
                 "of it; use WeightPublisher, which sends each rank's part from that rank"
+            )
+        if isinstance(client, RayVLLMWeightSyncClient) and len(client.handles) != 1:
+            raise ValueError(
+                f"client has {len(client.handles)} actors, whose workers would take each other's places; pass a client "
+                "of one actor, or use WeightPublisher, which pushes into several engines"
             )
         return cls(init_info, client=client, source=source)
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from tests.integration.ray_publishing import build
 from tests.support.nemo_rl_stand_in import EXTENSION, GenerationWorker, PolicyWorker, dtensor_params_generator
-from tests.support.prepared import variables_of, vllm_on_cpu
+from tests.support.prepared import vllm_on_cpu
+from tests.support.ray_program import start_ray
 from tests.support.vllm_digests import digests_of
 from tests.support.vllm_host import LLM_OPTIONS
 
@@ -118,7 +119,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     import ray
 
     build(1).save_pretrained(folder / "other")
-    ray.init(num_cpus=8, include_dashboard=False, runtime_env={"env_vars": variables_of(vllm_on_cpu)})
+    start_ray(8)
     policy = [
         ray.remote(num_cpus=1)(Policy).options(name=f"lm_policy-0-{rank}").remote(rank, str(folder / "store"))
         for rank in range(RANKS)

@@ -16,7 +16,8 @@ from megatron_patches.refit import OnEngineFailure, RefitOptions, WeightPublishe
 from megatron_patches.refit.ray_engine import RayEngine, RefitActor
 from tests.integration.live_refit import PROMPTS
 from tests.integration.tiny_models import QWEN3
-from tests.support.prepared import variables_of, vllm_on_cpu
+from tests.support.prepared import vllm_on_cpu
+from tests.support.ray_program import start_ray
 from tests.support.vllm_digests import digests_of
 from tests.support.vllm_host import LLM_OPTIONS
 
@@ -55,7 +56,7 @@ def main(folder: Path) -> None:
 
     for seed in (0, 1):
         build(seed).save_pretrained(folder / f"model_{seed}")
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables_of(vllm_on_cpu)})
+    start_ray(2)
     actor = ray.remote(num_cpus=1)(Generator)
     first, other = (actor.remote(str(folder / f"model_{seed}")) for seed in (0, 1))
     fresh = ray.get(other.found.remote())

@@ -1,4 +1,4 @@
-"""A trainer written against vLLM's own contract sends its weights, in four phases, into a server of two workers."""
+"""A trainer written against vLLM's own contract sends its weights, in four phases, into servers and Ray actors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from tests.integration.tiny_models import QWEN3
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case
 from tests.support.prepared import engine_python, engine_release
+from tests.support.ray_program import found_by
 from tests.support.vllm_host import VllmHost
 from tests.support.vllm_server import vllm_server
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(engine_release() == "0.26.0", reason="vLLM 0.26.0 has another contract; run `make test-vllm`"),
+]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.skipif(engine_release() == "0.26.0", reason="vLLM 0.26.0 has another contract; run `make test-vllm`")
 def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_is_ended(tmp_path: Path) -> None:
     folders = {seed: str(tmp_path / f"model_{seed}") for seed in (1, 2)}
     run_megatron(export_all_body, 1, args=(Case(TrainerMesh(), (), QWEN3), folders), timeout_s=180)
@@ -64,3 +67,17 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
     ]
     assert [said[: len(start)] for said, start in zip(found["refusals"], refusals, strict=True)] == refusals
     assert "http://127.0.0.1:9" in found["refusals"][-1]
+
+
+def test_actors_behind_vllms_ray_client_hold_what_fresh_engines_do(tmp_path: Path) -> None:
+    found = found_by("tests.integration.ray_contract", tmp_path, python=engine_python(), timeout_s=300.0)
+    (first, second), refused, sent = found["states"]
+    assert first[0] != second[0]
+    assert refused == [first, second]
+    assert sent == [[second[0], "1"], [first[0], "1"]]
+    several, *elsewhere, dead = found["reasons"]
+    assert several.startswith("client has 2 actors, whose workers would take each other's places")
+    assert len(elsewhere) == 2
+    for reason in elsewhere:
+        assert "did not join" in reason
+    assert "The actor died" in dead

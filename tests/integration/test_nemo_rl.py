@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.nemo_rl_stand_in import documented
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.ray_program import found_by
 
 
 @pytest.mark.integration
@@ -24,17 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_engines_hold_the_shards_of_the_policy(tmp_path: Path) -> None:
     settings = documented()
     assert settings["vllm_kwargs"] == {"weight_transfer_config": {"backend": "etp"}}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.integration.nemo_rl_publishing", tmp_path, json.dumps(settings)],
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
+    found = found_by("tests.integration.nemo_rl_publishing", tmp_path, json.dumps(settings))
     first, second = found["updates"]
     for update in (first, second):
         assert update["held"] == [update["fresh"]] * 2

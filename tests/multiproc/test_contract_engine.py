@@ -34,6 +34,8 @@ class Client:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.phases.append(init_info["call"])
+        if init_info["call"] == "admit":  # of a worker
+            return
         if init_info["call"] != "commit":
             self._engine.call(init_info)
             return
@@ -78,6 +80,14 @@ def test_a_version_is_labelled_once_it_serves_and_never_if_it_is_voted_down(engi
     sync(transfer, tensors(3.0))
     assert engine.run("content") == (3, bodies.content(tensors(3.0)))
     assert client.phases[-1] == "finish 3"
+    transfer.destroy()
+
+
+def test_an_engine_without_a_guard_is_told_to_admit_trainers_before_it_joins(engine: PlainEngine) -> None:
+    client = Client(engine)
+    transfer = EtpWeightTransfer([ContractEngine(client, 1, admits=True)], options=bodies.OPTIONS)
+    sync(transfer, tensors())
+    assert client.phases[:3] == ["admit", "join", "record"]
     transfer.destroy()
 
 

@@ -76,14 +76,16 @@ class ContractEngine:
     Args:
         client: the client of one engine.
         workers: number of the engine's workers, which the contract has no call to ask for.
+        admits: whether a join is admitted first, because whoever can call the engine can do anything with it. False
+            over HTTP, where the server's guard admits trainers.
 
     Attributes:
         name: the client's ``base_url``, or the name of its class.
     """
 
-    def __init__(self, client: WeightSyncClient, workers: int) -> None:
+    def __init__(self, client: WeightSyncClient, workers: int, *, admits: bool = False) -> None:
         self.name = str(getattr(client, "base_url", type(client).__name__))
-        self._client, self._workers = client, workers
+        self._client, self._workers, self._admits = client, workers, admits
         self._joined = Joined()
         self._is_open = False  # whether an update was started and not finished
 
@@ -96,6 +98,8 @@ class ContractEngine:
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`megatron_patches.refit.EngineClient`."""
+        if call["call"] == "join" and self._admits:
+            self._client.init_weight_transfer_engine({"call": "admit"})
         told = self._joined.told(call)
         if call["call"] != "receive":
             self._client.init_weight_transfer_engine(told)
