@@ -153,9 +153,9 @@ def _calculated_none(report: dict[str, Any], microbatches: int, reports: Sequenc
 def table(reports: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, then what the columns mean, then what failed."""
     found = rows(reports)
-    head, cells, notes = _HEAD, [_cells(row) for row in found], NOTES
+    head, cells, notes = list(_HEAD), [_cells(row) for row in found], NOTES
     if any(row.bytes_per_element is not None for row in found):
-        head, notes = (*_HEAD, _MOVED_HEAD), f"{NOTES}\n{_MOVED_NOTE}"
+        head, notes = [*head, _MOVED_HEAD], f"{NOTES}\n{_MOVED_NOTE}"
         cells = [[*line, _text(row.bytes_per_element, 4)] for line, row in zip(cells, found, strict=True)]
     lines = [_line(head), "|" + "---|" * len(head), *map(_line, cells)]
     failed: dict[tuple[str, str], list[str]] = {}

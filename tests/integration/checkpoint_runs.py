@@ -151,7 +151,7 @@ def run_on_a_full_disk(
         return result
 
     training.save_checkpoint, training.train_step = limited_save, recording_step
-    writer.finish, builtins.open, io.open = limited_finish, limited_open, limited_open  # type: ignore[assignment]
+    writer.finish, builtins.open, io.open = limited_finish, limited_open, limited_open
     try:
         train(rank, world_size, arguments)
     except BaseException as error:  # noqa: BLE001 - of whatever class it is
