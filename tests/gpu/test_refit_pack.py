@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import cast
 
 import numpy as np
 import pytest
@@ -202,7 +201,7 @@ def test_loads_are_read_when_they_are_quantized() -> None:
     for number in range(2):
         with torch.cuda.stream(source.stream()):
             for flat in source.look_up().values() if number else ():
-                cast("torch.Tensor", flat).view(torch.uint8).fill_(0x55)
+                flat.view(torch.uint8).fill_(0x55)
             torch.cuda._sleep(200_000_000)
         source.settle()
         if sender is None:
