@@ -48,7 +48,7 @@ class RayEngine:
         if not hasattr(actor, METHOD):
             raise TypeError(f"{actor} has no method {METHOD}; derive its class from RefitActor")
         self.actor, self._timeout_s = actor, timeout_s
-        self.name = name or f"Ray actor {actor._actor_id.hex()}"
+        self.name = name or name_of(actor)
 
     def world_size(self) -> int:
         """See :class:`megatron_patches.refit.EngineClient`."""
@@ -93,6 +93,11 @@ class RayEngine:
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
         called = getattr(self.actor, METHOD).remote(method, *args, **named)
         return answer_of(self.name, method, called, self._timeout_s)
+
+
+def name_of(actor: Any) -> str:
+    """What to call an actor, by its handle, in messages and reports."""
+    return f"Ray actor {actor._actor_id.hex()}"
 
 
 def answer_of(name: str, method: str, called: Any, timeout_s: float) -> Any:

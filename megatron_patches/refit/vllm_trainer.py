@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import UnsupportedEngineError
+from megatron_patches.refit.ray_engine import name_of
 from megatron_patches.refit.trainer.contract_engine import ContractEngine, GuardedSyncClient
 from megatron_patches.refit.trainer.engine_client import PauseMode, SleepMode
 from megatron_patches.refit.trainer.push_options import RefitOptions
@@ -102,8 +103,8 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
 
     def __init__(self, init_info: EtpTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        admits = isinstance(client, RayVLLMWeightSyncClient)  # there is no guard before an actor
-        self._engine = ContractEngine(client, init_info.world_size, admits=admits)
+        actor = name_of(client.handles[0]) if isinstance(client, RayVLLMWeightSyncClient) else None
+        self._engine = ContractEngine(client, init_info.world_size, actor)
         self._transfer = EtpWeightTransfer(
             [self._engine],
             config=init_info.config,

@@ -83,10 +83,12 @@ def test_a_version_is_labelled_once_it_serves_and_never_if_it_is_voted_down(engi
     transfer.destroy()
 
 
-def test_an_engine_without_a_guard_is_told_to_admit_trainers_before_it_joins(engine: PlainEngine) -> None:
+def test_a_ray_actor_which_has_no_guard_is_told_to_admit_the_trainer(engine: PlainEngine) -> None:
     client = Client(engine)
-    transfer = EtpWeightTransfer([ContractEngine(client, 1, admits=True)], options=bodies.OPTIONS)
+    behind = ContractEngine(client, 1, "Ray actor 07")
+    transfer = EtpWeightTransfer([behind], options=bodies.OPTIONS)
     sync(transfer, tensors())
+    assert behind.name == "Ray actor 07"
     assert client.phases[:3] == ["admit", "join", "record"]
     transfer.destroy()
 

@@ -76,16 +76,16 @@ class ContractEngine:
     Args:
         client: the client of one engine.
         workers: number of the engine's workers, which the contract has no call to ask for.
-        admits: whether a join is admitted first, because whoever can call the engine can do anything with it. False
-            over HTTP, where the server's guard admits trainers.
+        actor: name of the Ray actor that the client calls, if it calls one. Anyone who can call an actor can do
+            anything with it, so a join is admitted first. A server's guard does that itself.
 
     Attributes:
-        name: the client's ``base_url``, or the name of its class.
+        name: that of the actor, the client's ``base_url``, or the name of its class.
     """
 
-    def __init__(self, client: WeightSyncClient, workers: int, *, admits: bool = False) -> None:
-        self.name = str(getattr(client, "base_url", type(client).__name__))
-        self._client, self._workers, self._admits = client, workers, admits
+    def __init__(self, client: WeightSyncClient, workers: int, actor: str | None = None) -> None:
+        self.name = actor or str(getattr(client, "base_url", type(client).__name__))
+        self._client, self._workers, self._admits = client, workers, actor is not None
         self._joined = Joined()
         self._is_open = False  # whether an update was started and not finished
 
