@@ -13,7 +13,7 @@ import contextlib
 import functools
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -161,14 +161,14 @@ def wrap_getattr_of_client(original: Callable[[Any, str], Any]) -> Callable[[Any
 
 def _open(path: str, mode: str = "r", **kwargs: Any) -> contextlib.AbstractContextManager[IO[Any]]:
     """As ``open``, but a text that is written takes the place of the former one once it is whole."""
-    return _replacing(Path(path)) if mode == "w" else Path(path).open(mode, **kwargs)
+    return _replacing(Path(path), kwargs) if mode == "w" else Path(path).open(mode, **kwargs)
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[str]]:
+def _replacing(path: Path, options: Mapping[str, Any]) -> Iterator[IO[str]]:
     fresh = path.with_name(f"{path.name}.new")
     try:
-        with fresh.open("w") as file:
+        with fresh.open("w", **options) as file:
             yield file
         fresh.replace(path)
     except OSError as error:
