@@ -251,7 +251,6 @@ CASES = (
         4,
         "--etp-size 2",
         common="--pipeline-model-parallel-size 2 --overlap-grad-reduce --mtp-num-layers 1 --decoupled-lr 2e-3",
-        quick=True,
     ),
     Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2", variant=True),
     Case(
