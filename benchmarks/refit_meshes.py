@@ -6,7 +6,7 @@
     python -m benchmarks.refit_meshes --table gpus --json meshes.json
     python -m benchmarks.refit_meshes --model qwen3-8b --from tp=2 etp=2 --to tp=2 --json meshes.json
 
-``--table`` pushes the models of ``docs/live_refit.md`` between the meshes there: tiny ones on the CPU, and shapes of
+``--table`` pushes the models of ``docs/agreement.md`` between the meshes there: tiny ones on the CPU, and shapes of
 Qwen3 on 2 GPUs. ``--model``, ``--from`` and ``--to`` choose others.
 
 One engine is started for each mesh of ``--to``, and takes the weights of every trainer of ``--from``, one after the

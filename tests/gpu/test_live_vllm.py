@@ -262,7 +262,7 @@ def test_a_server_that_sleeps_is_woken_put_back_or_refused(servers: Servers, tmp
     ((found, refusal),) = run_megatron(bodies.push_to_a_sleeper, 1, BACKEND, LIMIT_S, args=(LARGE, server.url, naps))
     for (mode, level, number), woken in zip(naps, found, strict=True):
         used = ", ".join(f"{stage} {gibibytes:.2f}" for stage, gibibytes in woken.memory.items())
-        print(f"{mode}, level {level}, GiB of the GPU in use: {used}")  # noqa: T201 - docs/live_refit.md has them
+        print(f"{mode}, level {level}, GiB of the GPU in use: {used}")  # noqa: T201 - docs/engines.md has them
         assert woken.slept
         assert woken.sleeps == (mode is SleepMode.RESTORE)
         assert woken.state == wanted[number]

@@ -201,7 +201,7 @@ def test_flags_of_refit_commands_are_documented(command: str) -> None:
         "import": ("export.md", "import.md"),
         "flags": ("import.md",),
         "push": ("export.md", "live_refit.md"),
-        "check": ("export.md", "live_refit.md"),
+        "check": ("export.md", "live_refit.md", "agreement.md"),
     }.get(command, ("refit.md",))
     text = "".join((ROOT / "docs" / page).read_text() for page in pages)
     commands: Any = build_parser()._subparsers._group_actions[0]

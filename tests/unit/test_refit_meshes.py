@@ -21,7 +21,7 @@ from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.simulation.cluster import engine_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "live_refit.md"
+PAGE = ROOT / "docs" / "agreement.md"
 REPORT = ROOT / "docs" / "performance" / "refit-meshes-cpu.json"
 REPORT_OF_GPUS = ROOT / "docs" / "performance" / "refit-meshes-h200x2.json"
 

@@ -100,7 +100,7 @@ class Release:
         if quantization is not None and not _is_block_fp8(quantization) and not self.quantizes_to_fp8(quantization):
             yield (
                 f"trainers do not send them as they are quantized here ({quantization.get_name()}); start it from a "
-                "configuration without quantization_config (docs/live_refit.md says with which --quantization), or "
+                "configuration without quantization_config (docs/engines.md says with which --quantization), or "
                 "from what `refit export --weight-format fp8_block` writes"
             )
         if config.parallel_config.enable_eplb:
