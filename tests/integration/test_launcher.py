@@ -56,7 +56,7 @@ atexit.register(lambda: print("SCRIPT ENDS", dist.is_initialized()))
 """
 
 
-def launch(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the launcher in Pythons of its own: under torchrun, or by itself with one rank."""
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
@@ -64,7 +64,7 @@ def launch(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         command += ["-m", "megatron_patches", *arguments]
     else:
         command += ["-m", "megatron_patches", *arguments]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": ""}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "", **environment}
     return subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
