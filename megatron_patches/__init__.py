@@ -13,6 +13,9 @@ or call this from a script, before it imports Megatron::
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
@@ -25,6 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["IncompatibleMegatronError", "MegatronEtpConfig", "UnsupportedConfigurationError", "apply"]
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Skip the search for garbage among Megatron's modules and the trees of its sources, which takes a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | None = None) -> WeightShardSeam:
     """Verify the installed Megatron, patch it, and replace its implementation of sharded weights.
 

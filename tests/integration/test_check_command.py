@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +16,12 @@ from megatron_patches.refit.tools.check_command import Agreement
 from tests.integration.checkpoint_families import save_body
 from tests.integration.tiny_models import QWEN3
 from tests.support.launch import run_megatron
+from tests.support.program import run_program
 from tests.support.vllm_server import VllmServer, vllm_server
 
 pytestmark = pytest.mark.timeout(600)
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"│ (before|after) +│ +(\d+) │ +(\S+) │ +(\S+) │ +(\S+) │")
 
 
@@ -43,18 +40,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 def check(saved: Path, server: VllmServer, *flags: str) -> tuple[int, dict[str, list[float]], str]:
     """Status; tokens, KL, mean and largest difference before and after; and the last line of what it said."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("-m", "megatron_patches.refit", "check", "--load", str(saved), "--engines", server.url, *flags),
-        ],
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    done = run_program(
+        *("-m", "megatron_patches.refit", "check", "--load", str(saved), "--engines", server.url, *flags),
+        ranks=2,
+        variables={"COLUMNS": "120"},
     )
     rows = {when: [float(value) for value in values] for when, *values in ROW.findall(done.stdout)}
     told = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("error: ", "trainer and"))]

@@ -26,6 +26,7 @@ from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
 from megatron_patches.refit.checkpoints.hf_match import FIELD_FLAGS as FLAGS_OF_FIELDS
 from megatron_patches.refit.trl import EtpWeightTransfer
+from tests.support.program import run_program
 
 pytestmark = pytest.mark.quick
 
@@ -117,14 +118,7 @@ def test_example_of_an_import_trains(tmp_path: Path) -> None:
 
 def test_flags_named_when_a_configuration_differs_are_megatrons(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_patches", str(tmp_path / "script.py"), "--help"],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_program("-m", "megatron_patches", str(tmp_path / "script.py"), "--help")
     assert done.returncode == 0, done.stderr
     named = {flag for flags in FLAGS_OF_FIELDS.values() for flag in re.findall(r"--[a-z0-9-]+", flags)}
     assert {flag for flag in named if not re.search(rf"{flag}\b(?!-)", done.stdout)} == set()

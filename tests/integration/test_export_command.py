@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from etp.formats import quantize_blocks
 from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.size_text import parse_size
+from tests.support.program import run_program
 
 pytestmark = pytest.mark.integration
 
-TIMEOUT_S = 280.0  # of one command; below the limit of a test
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 251
 TRAINING = (
@@ -37,31 +36,8 @@ TRAINING = (
 )
 
 
-def launch(module: str, arguments: list[str], ranks: int) -> subprocess.CompletedProcess[str]:
-    """``python -m module``, or the same under torchrun."""
-    command = [sys.executable, "-m"]
-    if ranks:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    process = subprocess.Popen(
-        [*command, module, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
-    try:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            process.terminate()  # not kill: torchrun's workers have sessions of their own, and only it ends them
-            process.wait(timeout=60)
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
 def export(arguments: list[str], ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    return launch("megatron_patches.refit", ["export", *arguments], ranks)
+    return run_program("-m", "megatron_patches.refit", "export", *arguments, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of a training on 2 ranks with sharded weights, saved."""
     folder = tmp_path_factory.mktemp("trained")
     script = [str(ROOT / "examples" / "pretrain_gpt.py"), *TRAINING.split(), "--save", str(folder), "--etp-size", "2"]
-    done = launch("megatron_patches", script, ranks=2)
+    done = run_program("-m", "megatron_patches", *script, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder
 

@@ -25,6 +25,7 @@ from examples.grpo.engines import Engine
 from examples.grpo.servers import start_servers
 from megatron_patches.refit.control.credentials import Credentials
 from tests.integration.grpo_rewards import RESTARTED_LOG, SCORED_BEFORE_FAILURE
+from tests.support.program import run_program
 
 pytestmark = [
     pytest.mark.integration,
@@ -249,9 +250,8 @@ def train(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> subp
     )
     asked = ["--grpo-prompts", str(prompts)]
     engine = ["--refit-engines", *url] if url else []
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatron_patches")
-    model = megatron_flags(MODEL, "cpu")
-    return run(*launcher, "examples/grpo/train.py", *model, *flags.split(), *asked, *engine, *more)
+    arguments = [*megatron_flags(MODEL, "cpu"), *flags.split(), *asked, *engine, *more]
+    return run_program("-m", "megatron_patches", "examples/grpo/train.py", *arguments, ranks=ranks, timeout_s=400.0)
 
 
 @pytest.mark.usefixtures("printed")  # it has pretrained

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from tests.integration import hugging_face
 from tests.support.launch import run_distributed
+from tests.support.prepared import transformers_models
+from tests.support.program import run_program
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
 
@@ -36,7 +38,7 @@ def test_what_is_documented_is_what_is_tested() -> None:
 
 @pytest.mark.cpu_only("a GPU's kernels for attention and scans add up in an order of their own")
 def test_they_train_as_unsharded_and_need_the_modules_that_are_documented() -> None:
-    for answers in run_distributed(hugging_face.train, 2, timeout_s=300.0, fresh=True):
+    for answers in run_distributed(hugging_face.train, 2, timeout_s=300.0, fresh=True, prepared=transformers_models):
         assert answers.keys() == hugging_face.MODELS.keys()
         for name, (refused, share) in answers.items():
             assert ("pass the module in replicated_modules" in refused) == bool(_documented()[name]), (name, refused)
@@ -46,21 +48,25 @@ def test_they_train_as_unsharded_and_need_the_modules_that_are_documented() -> N
 @pytest.mark.cpu_only("a GPU's kernels for grouped products add up in an order of their own")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stacked_experts_are_sharded_however_they_are_computed(ranks: int) -> None:
-    for shares in run_distributed(hugging_face.train_mixtures, ranks, timeout_s=300.0, fresh=True):
+    for shares in run_distributed(
+        hugging_face.train_mixtures, ranks, timeout_s=300.0, fresh=True, prepared=transformers_models
+    ):
         assert len(shares) == 3 * len(hugging_face.MIXTURES)
         assert min(shares.values()) > 0.95, shares
 
 
 @pytest.mark.cpu_only("a GPU's kernels for grouped products add up in an order of their own")
 def test_texts_of_different_lengths_are_generated_as_unsharded() -> None:
-    first, second = run_distributed(hugging_face.generate, 2, timeout_s=120.0, fresh=True)
+    first, second = run_distributed(hugging_face.generate, 2, timeout_s=120.0, fresh=True, prepared=transformers_models)
     assert first.keys() == second.keys() == {"Llama", "T5", "Mixtral"}
     assert first != second
 
 
 @pytest.mark.cpu_only("what a rank writes and reads is on the CPU")
 def test_save_pretrained_writes_whole_weights_or_nothing(tmp_path: Path) -> None:
-    for answers in run_distributed(hugging_face.save, 2, args=(str(tmp_path),), timeout_s=120.0, fresh=True):
+    for answers in run_distributed(
+        hugging_face.save, 2, args=(str(tmp_path),), timeout_s=120.0, fresh=True, prepared=transformers_models
+    ):
         assert answers.keys() == {"Llama", "Gemma 3", *hugging_face.MIXTURES}
         assert all("save_pretrained(folder, state_dict=...)" in answer for answer in answers.values()), answers
         assert not any("\n" in answer for answer in answers.values())
@@ -100,24 +106,15 @@ SHARDING = "etp.shard_module(model, etp_group=dist.group.WORLD)\n"
 
 
 def run_both(folder: Path, sharded: str, stock: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The list in the last line that the first rank prints, of two programs on two ranks."""
+    """The list of pairs that the first rank prints, of two programs on two ranks."""
     found = []
     for name, program in (("sharded", sharded), ("stock", stock)):
         (place := folder / name).mkdir()
-        (place / "train.py").write_text(program + SETTLED)
-        where = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1"]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *where, "train.py"],
-            check=False,
-            cwd=place,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        (place / "train.py").write_text(program)
+        done = run_program("train.py", ranks=2, prepared=transformers_models, folder=place)
         assert done.returncode == 0, done.stderr
-        (output,) = place.glob("logs/*/attempt_0/0/stdout.log")
-        found.append(torch.tensor(ast.literal_eval(output.read_text().splitlines()[-1])))
+        first, _ = (line for line in done.stdout.splitlines() if line.startswith("[("))
+        found.append(torch.tensor(ast.literal_eval(first)))
     return found[0], found[1]
 
 

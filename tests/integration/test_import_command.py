@@ -21,6 +21,7 @@ from tests.integration.checkpoint_families import CONFIGS, parallel_flags
 from tests.integration.megatron_run import MegatronPool
 from tests.integration.test_checkpoint_families import run_commands
 from tests.support.full_disk import files_of
+from tests.support.program import run_program
 from tests.support.random_checkpoint import random_tensors, read_tensors, write_checkpoint
 
 pytestmark = [
@@ -153,8 +154,7 @@ def test_an_import_from_a_relative_path_has_its_tokenizer_wherever_a_later_run_s
         (tmp_path, ["import", "--hf", "words", "--save", "saved"]),
         (Path.cwd(), ["export", "--load", str(tmp_path / "saved"), "--output", str(tmp_path / "back")]),
     ):
-        whole = [sys.executable, "-m", "megatron_patches.refit", *command]
-        done = subprocess.run(whole, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+        done = run_program("-m", "megatron_patches.refit", *command, folder=place)
         assert done.returncode == 0, done.stderr
     assert read_tensors(tmp_path / "back").keys() == read_tensors(tmp_path / "words").keys()
 

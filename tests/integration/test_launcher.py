@@ -14,6 +14,7 @@ import pytest
 from megatron_patches.command_line import add_own_arguments
 from tests.integration.cases import LLAMA, SCHEDULE
 from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT
+from tests.support.program import run_program
 
 pytestmark = pytest.mark.integration
 
@@ -56,7 +57,7 @@ atexit.register(lambda: print("SCRIPT ENDS", dist.is_initialized()))
 
 
 def launch(*arguments: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the launcher under torchrun, or by itself with one rank."""
+    """Run the launcher in Pythons of its own: under torchrun, or by itself with one rank."""
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -69,9 +70,10 @@ def launch(*arguments: str, ranks: int = 1, **environment: str) -> subprocess.Co
     )
 
 
-def pretrain(*flags: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Train with the example script."""
-    return launch(str(PRETRAIN_GPT), *f"{LLAMA} {SCHEDULE}".split(), *flags, ranks=ranks, **environment)
+def pretrain(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the launcher on the example script, in a process that has Megatron already."""
+    arguments = [str(PRETRAIN_GPT), *f"{LLAMA} {SCHEDULE}".split(), *flags]
+    return run_program("-m", "megatron_patches", *arguments, variables=variables)
 
 
 def errors(process: subprocess.CompletedProcess[str]) -> list[str]:
@@ -159,7 +161,7 @@ def test_help_of_the_launcher_lists_all_flags_of_this_package() -> None:
     ],
 )
 def test_a_missing_script(arguments: tuple[str, ...], message: str | None) -> None:
-    process = launch(*arguments)
+    process = run_program("-m", "megatron_patches", *arguments)
     assert process.returncode == 2
     if message is None:
         assert process.stdout.startswith("usage: torchrun")
@@ -170,7 +172,7 @@ def test_a_missing_script(arguments: tuple[str, ...], message: str | None) -> No
 
 
 def test_a_refused_setting_ends_with_one_line_from_one_rank() -> None:
-    process = pretrain("--etp-size", "3", ranks=2)
+    process = launch(str(PRETRAIN_GPT), *f"{LLAMA} {SCHEDULE} --etp-size 3".split(), ranks=2)
     assert process.returncode != 0
     expected = (
         "megatron_patches: error: --etp-size 3 does not divide the data-parallel size 2 "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.cases import BF16_TOLERANCE, LLAMA, SCHEDULE
 from tests.integration.megatron_run import MegatronPool, Trajectory, train
+from tests.support.program import run_program
 
 pytestmark = [
     pytest.mark.integration,
@@ -19,7 +18,6 @@ pytestmark = [
     pytest.mark.cpu_only("the export runs on the CPU"),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 BASE = (
     f"{LLAMA} {SCHEDULE} --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
@@ -34,8 +32,8 @@ def trained(megatron: MegatronPool, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("trained")
     saved, exported = folder / "saved", folder / "exported"
     megatron.train(2, f"{BASE} {SHARDED} --train-iters 2 --save {saved} --save-interval 2".split())
-    command = [sys.executable, "-m", "megatron_patches.refit", "export", "--load", saved, "--output", exported]
-    subprocess.run([*map(str, command), "--max-shard-size", "100KB"], cwd=ROOT, check=True, timeout=240)
+    where = ["--load", str(saved), "--output", str(exported)]
+    run_program("-m", "megatron_patches.refit", "export", *where, "--max-shard-size", "100KB").check_returncode()
     return saved, exported
 
 

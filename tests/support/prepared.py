@@ -15,8 +15,17 @@ from tests.support.template import Template
 
 
 def torch_alone() -> None:
-    """Import what every body needs."""
-    import torch.distributed  # noqa: F401
+    """Import what every body needs, also what the engine and the first optimizer of a process import of torch."""
+    import torch._dynamo
+    import torch.distributed.checkpoint  # noqa: F401
+
+
+def transformers_models() -> None:
+    """Import what models and trainers of Hugging Face transformers are built on, and the engine."""
+    torch_alone()
+    from transformers import LlamaForCausalLM, Trainer  # noqa: F401
+
+    import etp  # noqa: F401
 
 
 def torch_for_megatron() -> None:
@@ -30,6 +39,7 @@ def patched_megatron() -> None:
 
     megatron_patches.apply()
     import megatron.training.training  # noqa: F401
+    import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
 
 
 def te_on_cpu() -> None:
@@ -80,6 +90,7 @@ MEGATRON: Mapping[str, str] = {
 }
 VARIABLES: Mapping[Callable[[], None], Mapping[str, str]] = {
     torch_alone: {},
+    transformers_models: {"HF_HUB_OFFLINE": "1"},
     torch_for_megatron: MEGATRON,
     patched_megatron: MEGATRON,
     te_on_cpu: {"NVTE_TORCH_COMPILE": "0"},

@@ -166,6 +166,25 @@ def test_environment_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
+@pytest.mark.parametrize(("disabled", "runs_as_it_is"), [("1", True), ("0", False)])
+def test_nothing_is_compiled_unless_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch, disabled: str, runs_as_it_is: bool
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", disabled)
+    asked: list[dict[str, object]] = []
+
+    def compile_function(model: object = None, **options: object) -> str:
+        asked.append({"model": model, **options})
+        return "compiled"
+
+    (record,) = [record for record in cpu.records() if record.target == "torch:compile"]
+    replacement = record.replace(compile_function)
+    assert replacement(round) == (round if runs_as_it_is else "compiled")
+    decorated = replacement(dynamic=True)
+    assert (decorated(round) is round) if runs_as_it_is else (decorated == "compiled")
+    assert asked == ([] if runs_as_it_is else [{"model": round}, {"model": None, "dynamic": True}])
+
+
 def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not cpu.needed()
@@ -217,6 +236,13 @@ def test_cuda_stays_away_however_torch_looks_for_it(variable: str) -> None:
     """Megatron is told of one device; torch may take the number of devices for an answer."""
     code = "import torch, megatron_patches; megatron_patches.apply(); print(torch.cuda.is_available())"
     assert printed(code, {"PYTORCH_NVML_BASED_CUDA_CHECK": variable}) == "False"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_megatron_is_imported_without_the_compiler() -> None:
+    code = "import sys, megatron_patches; megatron_patches.apply(); import megatron.training.training"
+    assert printed(f"{code}; print({{'torch._dynamo', 'torch._inductor'}} & sys.modules.keys())") == "set()"
 
 
 @pytest.mark.slow
