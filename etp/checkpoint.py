@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from etp.collectives.works import gather_objects
-from etp.copies import Part, differing_copies
+from etp.copies import PartIndex, differing_copies
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.layout import ShardLayout
 from etp.optimizers import CUTS
@@ -235,7 +235,7 @@ class ShardedCheckpoint:
 
     def _refusal(self) -> str:
         """Why the module cannot be saved; empty if it can. Collective."""
-        held: dict[tuple[str, Part], torch.Tensor] = {}
+        held: dict[tuple[str, PartIndex], torch.Tensor] = {}
         for name, param in self._module.named_parameters():
             if isinstance(param, ETPShardedParam):
                 rows = param.layout.logical_rows(param.group_rank)

@@ -14,11 +14,11 @@ from etp.digest import tensor_digest
 
 _LABEL = "comparison of parameters of equal names"
 
-Part = tuple[int, int]
+PartIndex = tuple[int, int]
 """Index of a part of a parameter, and the number of parts."""
 
 
-def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.ProcessGroup | None) -> str:
+def differing_copies(held: Mapping[tuple[str, PartIndex], torch.Tensor], group: dist.ProcessGroup | None) -> str:
     """Compare what the ranks hold of the same parts by checksum. Collective.
 
     Only ranks with equal lists of names for a part are compared. Pipeline stages that share some names are not.
@@ -30,7 +30,7 @@ def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.
     Returns:
         which parameter differs on which ranks, the same text on all ranks; empty if none differs.
     """
-    by_part: dict[Part, dict[str, torch.Tensor]] = defaultdict(dict)
+    by_part: dict[PartIndex, dict[str, torch.Tensor]] = defaultdict(dict)
     for (name, part), tensor in held.items():
         by_part[part][name] = tensor
     digests = {
@@ -49,7 +49,7 @@ def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.
     return _description(gather_objects(digests.get(unequal[0], {}), group, _LABEL), group)
 
 
-def _topic(part: Part, tensors: Mapping[str, torch.Tensor]) -> str:
+def _topic(part: PartIndex, tensors: Mapping[str, torch.Tensor]) -> str:
     return _hashed(repr((part, [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])))
 
 

@@ -495,7 +495,7 @@ def hidden_body(rank: int, world_size: int) -> list[str]:
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     nbytes = 2 << 20
-    driver = cuda_vmm.CudaDriver()
+    driver = cuda_vmm.CudaVmm()
     properties = cuda.CUmemAllocationProp()
     properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

@@ -21,7 +21,7 @@ from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import Check
 from megatron_patches.refit.transports.memory_mode import MemoryMode
-from megatron_patches.refit.transports.sending import SendingEnd, Slot
+from megatron_patches.refit.transports.sending import SendingEnd, StagingSlot
 from tests.integration.live_refit import PROMPTS, STAGING, export_all_body, fill, start
 from tests.integration.tiny_models import QWEN2, QWEN3, QWEN3_MOE
 from tests.support.launch import run_megatron
@@ -95,7 +95,7 @@ def corrupt_next_packet() -> None:
     end_class: Any = SendingEnd
     original = end_class.send
 
-    def send(end: SendingEnd, packet: Packet, slot: Slot, check: Check) -> None:
+    def send(end: SendingEnd, packet: Packet, slot: StagingSlot, check: Check) -> None:
         if packet.nbytes:
             end_class.send = original
             payload: Any = slot.payload

@@ -26,7 +26,7 @@ from megatron_patches.refit.models.hf_refusals import (
     vocabulary_refusals,
 )
 from megatron_patches.refit.models.llama import LlamaFamily, common_config, traits_from_config
-from megatron_patches.refit.models.params import Cut, Weight, alike, feed_forward, mtp_parts
+from megatron_patches.refit.models.params import TpDim, Weight, alike, feed_forward, mtp_parts
 from megatron_patches.refit.models.traits import LatentTraits, ModelTraits, RouterTraits, common_traits
 from megatron_patches.refit.models.yarn import yarn_entry, yarn_from_config, yarn_from_megatron, yarn_refusals
 
@@ -102,7 +102,7 @@ class DeepseekV3Family(LlamaFamily):
             t, "mlp.", "post_attention_layernorm.weight", fused_norms, experts=t.has_experts(layer), gated=True
         )
 
-    def cuts(self, fused_norms: bool) -> Iterator[Cut]:
+    def tp_dims(self, fused_norms: bool) -> Iterator[TpDim]:
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
         if not fused_norms:
             yield "rows of the compressed query", self._latent.q_rank

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.errors import UnmappedParameterError
 from megatron_patches.refit.models import rules
 from megatron_patches.refit.models.experts import expert_pieces, expert_shapes
-from megatron_patches.refit.models.params import Cut, Param, Weight
+from megatron_patches.refit.models.params import Param, TpDim, Weight
 from megatron_patches.refit.models.shard import ParamShard, RowSpan
 from megatron_patches.refit.models.traits import ModelTraits
 
@@ -129,7 +129,7 @@ class ModelFamily(ABC):
             Param("linear_fc2", (t.expert_hidden_size, t.moe_ffn_hidden_size), 1, expert=True),
         )
 
-    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - unused: other families need it
+    def tp_dims(self, fused_norms: bool) -> Iterator[TpDim]:  # noqa: ARG002 - unused: other families need it
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
         t = self.traits
         yield "rows of query, key and value", (t.num_heads + 2 * t.num_kv_heads) * t.head_dim

@@ -30,7 +30,7 @@ from megatron_patches.refit.models.hf_refusals import (
     vocabulary_refusals,
 )
 from megatron_patches.refit.models.llama import traits_from_config
-from megatron_patches.refit.models.params import Cut, Weight, alike, attention, feed_forward, mtp_parts
+from megatron_patches.refit.models.params import TpDim, Weight, alike, attention, feed_forward, mtp_parts
 from megatron_patches.refit.models.shard import ParamShard, RowSpan
 from megatron_patches.refit.models.traits import MambaTraits, ModelTraits, RouterTraits, common_traits
 
@@ -145,9 +145,9 @@ class NemotronHFamily(ModelFamily):
                 "--moe-shared-expert-intermediate-size"
             )
 
-    def cuts(self, fused_norms: bool) -> Iterator[Cut]:
+    def tp_dims(self, fused_norms: bool) -> Iterator[TpDim]:
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
-        yield from super().cuts(fused_norms)
+        yield from super().tp_dims(fused_norms)
         yield "heads of a Mamba mixer", self._mamba.heads
         yield "groups of a Mamba mixer", self._mamba.groups
 

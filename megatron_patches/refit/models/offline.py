@@ -191,7 +191,7 @@ def _check_divides(family: ModelFamily, mesh: TrainerMesh, options: TrainerOptio
         cuts.extend(("layers of a stage", count, "vpp", mesh.vpp) for count in _stage_layers(traits, mesh))
     else:
         cuts.append(("num_layers", traits.num_layers, "pp x vpp", mesh.pp * mesh.vpp))
-    cuts.extend((what, size, "tp", mesh.tp) for what, size in family.cuts(options.fused_norms))
+    cuts.extend((what, size, "tp", mesh.tp) for what, size in family.tp_dims(options.fused_norms))
     if traits.mtp_layers:
         cuts.append(("hidden size, for layers that predict further tokens,", traits.hidden_size, "tp", mesh.tp))
     if traits.num_experts:

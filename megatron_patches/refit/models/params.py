@@ -67,7 +67,7 @@ class Weight:
         return layout(shard, *(prefix + tensor for tensor in self.tensors))
 
 
-Cut = tuple[str, int]
+TpDim = tuple[str, int]
 """A dimension that tensor parallelism must divide: its name for messages, and its size."""
 
 

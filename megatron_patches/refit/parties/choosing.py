@@ -11,7 +11,7 @@ import msgspec
 from megatron_patches.refit.transports.base import TransportName
 
 
-class Site(msgspec.Struct, frozen=True):
+class Locality(msgspec.Struct, frozen=True):
     """Where a party runs, as far as transports depend on it.
 
     Attributes:
@@ -26,8 +26,8 @@ class Site(msgspec.Struct, frozen=True):
     nixl: bool
 
 
-def site_of(device: str) -> Site:
-    """The site of this process.
+def locality_of(device: str) -> Locality:
+    """The locality of this process.
 
     Args:
         device: of the party's storages: ``cpu``, or torch's name of a GPU.
@@ -42,20 +42,20 @@ def site_of(device: str) -> Site:
         import torch
 
         cuda = str(torch.version.cuda).partition(".")[0]
-    return Site(f"{kernel}:{network}:{os.geteuid()}", cuda, nixl_agent.is_installed())
+    return Locality(f"{kernel}:{network}:{os.geteuid()}", cuda, nixl_agent.is_installed())
 
 
-def choose(sites: Collection[Site]) -> TransportName:
+def choose(localities: Collection[Locality]) -> TransportName:
     """The fastest transport that reaches all parties.
 
     Args:
-        sites: of all parties.
+        localities: of all parties.
 
     Returns:
         Within one host and one user, ``cuda_ipc`` if all are on GPUs, else ``shm``. Otherwise ``nixl`` if all have it,
         else ``tcp``. Never ``c10d``: with it, engines answer no requests while a version arrives.
     """
-    if len({site.host for site in sites}) == 1:
-        cuda = {site.cuda for site in sites}
+    if len({locality.host for locality in localities}) == 1:
+        cuda = {locality.cuda for locality in localities}
         return TransportName.CUDA_IPC if len(cuda) == 1 and "" not in cuda else TransportName.SHM
-    return TransportName.NIXL if all(site.nixl for site in sites) else TransportName.TCP
+    return TransportName.NIXL if all(locality.nixl for locality in localities) else TransportName.TCP

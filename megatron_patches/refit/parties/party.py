@@ -14,7 +14,7 @@ from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.memory.loads import Terms
 from megatron_patches.refit.memory.staging import StagingPool, slot_bytes
 from megatron_patches.refit.parties.agreement import Agreed
-from megatron_patches.refit.parties.choosing import site_of
+from megatron_patches.refit.parties.choosing import locality_of
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
 from megatron_patches.refit.planning.plan import Link, Plan
 from megatron_patches.refit.transports.base import Offer, Place, Transport, TransportName
@@ -102,7 +102,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
     def _follow(self, agreed: Agreed) -> None:
         self._agreed = agreed
         if self._transport is None:
-            self._transport = self._assembly.exchange(Step.CHOOSING, TransportName, lambda: site_of(self._device))
+            self._transport = self._assembly.exchange(Step.CHOOSING, TransportName, lambda: locality_of(self._device))
             logger.info("refit: %s takes the transport %s", self._assembly.name, self._transport.value)
 
     @contextmanager

@@ -27,7 +27,7 @@ from megatron_patches.refit.control.messages import (
     moved_by_all,
 )
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.parties.choosing import Site, choose
+from megatron_patches.refit.parties.choosing import Locality, choose
 from megatron_patches.refit.planning.layouts import Holder, Layout, check_layout, check_region
 from megatron_patches.refit.planning.overlaps import OverlapIndex
 from megatron_patches.refit.planning.tensors import agree, fold_tensors
@@ -124,8 +124,8 @@ class Registry:
     def _transport(self, payloads: list[bytes]) -> list[bytes]:
         """The transport that reaches all parties that link with another, for every party."""
         linked = {payload for party, payload in enumerate(payloads) if self._peers.get(party)}
-        sites = {decode(payload, Site) for payload in linked or set(payloads)}
-        return [_encode(choose(sites))] * len(payloads)
+        localities = {decode(payload, Locality) for payload in linked or set(payloads)}
+        return [_encode(choose(localities))] * len(payloads)
 
     def _introduce(self, payloads: list[bytes]) -> list[bytes]:
         """For each party, the offers of those with which it links, and those for everybody, by party."""

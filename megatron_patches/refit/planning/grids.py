@@ -2,7 +2,7 @@
 
 A model with thousands of tensors (layers times experts) has a few dozen *patterns*, such as
 ``model.layers.{}.mlp.experts.{}.up_proj.weight``. The numbers in the holes form a *grid*: the product of one *axis*
-per hole. A value that belongs to a name, such as an offset, is usually a linear function of the name's place in the
+per hole. A value that belongs to a name, such as an offset, is usually an affine function of the name's place in the
 grid. So the cost of a layout grows with the number of grids, not of names. Where every name of a grid counts, arrays of
 its values are computed at once.
 """
@@ -25,8 +25,8 @@ Axis = tuple[int, int, int]
 """The numbers of one hole: the first, the step (at least 1), and the count."""
 Axes = tuple[Axis, ...]
 Numbers = tuple[int, ...]
-Linear = tuple[int, ...]
-"""A linear function of the place in a grid: its value at the first place, then its increment along each axis."""
+Affine = tuple[int, ...]
+"""An affine function of the place in a grid: its value at the first place, then its increment along each axis."""
 
 
 def split_name(name: str) -> tuple[str, Numbers]:
@@ -118,7 +118,7 @@ def _meet_in(left: Axis, right: Axis) -> bool:
     return any(value in values_of(many) for value in values_of(few))
 
 
-def restrict(function: Linear, axes: Axes, part: Axes) -> Linear:
+def restrict(function: Affine, axes: Axes, part: Axes) -> Affine:
     """The same function on a part of its grid. ``part`` must be within ``axes``."""
     base, steps = function[0], []
     for slope, (first, step, _), (begin, stride, count) in zip(function[1:], axes, part, strict=True):
@@ -127,7 +127,7 @@ def restrict(function: Linear, axes: Axes, part: Axes) -> Linear:
     return (base, *steps)
 
 
-def value_at(function: Linear, axes: Axes, numbers: Numbers) -> int:
+def value_at(function: Affine, axes: Axes, numbers: Numbers) -> int:
     """The value of a function at one name of its grid."""
     value = function[0]
     for slope, (first, step, _), number in zip(function[1:], axes, numbers, strict=True):
@@ -135,7 +135,7 @@ def value_at(function: Linear, axes: Axes, numbers: Numbers) -> int:
     return value
 
 
-def values_over(function: Linear, axes: Axes) -> Iterator[int]:
+def values_over(function: Affine, axes: Axes) -> Iterator[int]:
     """The values of a function over its grid, in the order of :func:`numbers_of`."""
     ranges = [
         [slope * place for place in range(count)] for slope, (_, _, count) in zip(function[1:], axes, strict=True)
@@ -144,7 +144,7 @@ def values_over(function: Linear, axes: Axes) -> Iterator[int]:
     return (base + sum(parts) for parts in itertools.product(*ranges))
 
 
-def array_over(function: Linear, axes: Axes) -> NDArray[np.int64]:
+def array_over(function: Affine, axes: Axes) -> NDArray[np.int64]:
     """:func:`values_over` as an array of one dimension."""
     found = np.array([function[0]], dtype=np.int64)
     for slope, (_, _, count) in zip(function[1:], axes, strict=True):
@@ -161,13 +161,13 @@ def places_in(part: Axes, axes: Axes) -> NDArray[np.int64]:
     return array_over(restrict((0, *reversed(strides)), axes, part), part)
 
 
-def extremes(function: Linear, axes: Axes) -> tuple[int, int]:
+def extremes(function: Affine, axes: Axes) -> tuple[int, int]:
     """The least and the largest value of a function on its grid."""
     ends = [slope * (count - 1) for slope, (_, _, count) in zip(function[1:], axes, strict=True)]
     return function[0] + sum(min(0, end) for end in ends), function[0] + sum(max(0, end) for end in ends)
 
 
-def corner(function: Linear, axes: Axes, largest: bool) -> Numbers:
+def corner(function: Affine, axes: Axes, largest: bool) -> Numbers:
     """A name of the grid at which the function has its least or its largest value."""
     return tuple(
         first + step * (count - 1) if (slope > 0) is largest else first
@@ -175,14 +175,14 @@ def corner(function: Linear, axes: Axes, largest: bool) -> Numbers:
     )
 
 
-def fold(rows: Iterable[tuple[Numbers, Numbers]]) -> list[tuple[Axes, tuple[Linear, ...]]]:
+def fold(rows: Iterable[tuple[Numbers, Numbers]]) -> list[tuple[Axes, tuple[Affine, ...]]]:
     """Folds rows into few grids.
 
     Args:
         rows: for each name, its numbers, unique, and the values that belong to it. All rows have equal lengths.
 
     Returns:
-        Grids with a linear function for each value. Together they contain every row once.
+        Grids with an affine function for each value. Together they contain every row once.
     """
     # An entry: numbers of the holes still to fold; axes, values at the first place, and slopes of the folded ones.
     entries: list[_Entry] = [(numbers, (), values, tuple(() for _ in values)) for numbers, values in sorted(rows)]

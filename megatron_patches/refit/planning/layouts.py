@@ -20,8 +20,8 @@ from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.layout.boxes import Box, View
 from megatron_patches.refit.layout.manifest import Manifest, Storage
 from megatron_patches.refit.planning.grids import (
+    Affine,
     Axes,
-    Linear,
     Numbers,
     corner,
     extremes,
@@ -111,8 +111,8 @@ class Views(msgspec.Struct, frozen=True, array_like=True):
     """
 
     storage: str
-    numbers: tuple[Linear, ...]
-    offset: Linear
+    numbers: tuple[Affine, ...]
+    offset: Affine
     strides: tuple[int, ...]
 
     def at(self, region: Region, numbers: Numbers) -> View:

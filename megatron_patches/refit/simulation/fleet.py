@@ -17,7 +17,7 @@ from msgspec.msgpack import decode, encode
 from megatron_patches.refit.control.messages import Asked, Held, ModelAnswer, Overlap, Step, Wanted
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory.loads import Reach
-from megatron_patches.refit.parties.choosing import Site
+from megatron_patches.refit.parties.choosing import Locality
 from megatron_patches.refit.parties.registry import Registry, registered
 from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
 from megatron_patches.refit.planning.local import SourceIndex, plan_destination
@@ -147,17 +147,17 @@ class Fleet:
         """
         parties = range(self.sides.trainer.size + self.sides.workers)
         self.tell(Step.CHECKING, [NOTHING] * len(parties))
-        self.tell(Step.CHOOSING, [encode(self.site_of(party)) for party in parties])
+        self.tell(Step.CHOOSING, [encode(self.locality_of(party)) for party in parties])
         planned = parties[: self.sides.trainer.size + workers]
         offers = self.tell(Step.LISTENING, [encode(self.offer_of(party)) for party in planned])
         self.tell(Step.LINKING, [NOTHING] * len(parties))
         return offers
 
-    def site_of(self, party: int) -> Site:
+    def locality_of(self, party: int) -> Locality:
         """Where a party runs, as it says in a refit."""
         worker = party - self.sides.trainer.size
         host = self.holders[party].host if worker < 0 else self.sides.host_of(worker)
-        return Site(f"{host:.<47}", "12", nixl=True)
+        return Locality(f"{host:.<47}", "12", nixl=True)
 
     def offer_of(self, party: int) -> Offer:
         """What a party offers to its peers. Only destinations listen."""

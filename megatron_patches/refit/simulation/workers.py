@@ -124,7 +124,7 @@ def _answers(fleet: Fleet, overlap: bytes, orders: bytes, offers: bytes) -> Mapp
 def _linked(fleet: Fleet, rank: int, steps: SimulatedSteps, agreed: Agreed, requests: int, scale: float) -> WorkerCost:
     """Takes the steps after planning, as ``parties/party.py`` does, except the connections themselves."""
     plan, sources, party = agreed.plan, fleet.sides.trainer.size, steps.party
-    transport = steps.exchange(Step.CHOOSING, TransportName, lambda: fleet.site_of(party))
+    transport = steps.exchange(Step.CHOOSING, TransportName, lambda: fleet.locality_of(party))
     mine = fleet.offer_of(party)
     offers = {**steps.exchange(Step.LISTENING, dict[int, Offer], lambda: mine), party: mine}
     options = LinkOptions(transport=None, staging_bytes=mine.slot_bytes, sources=sources)

@@ -17,7 +17,7 @@ from itertools import accumulate
 import msgspec
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.transports.cuda_vmm import CudaDriver
+from megatron_patches.refit.transports.cuda_vmm import CudaVmm
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +65,7 @@ class ChunkShelf:
         driver: CUDA.
     """
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: CudaVmm) -> None:
         self._driver = driver
         self._held: dict[int, _Held] = {}
         self._next = 0
@@ -181,7 +181,7 @@ class MappedRow:
         PartyFailedError: if the other process does not provide descriptors, or CUDA fails.
     """
 
-    def __init__(self, driver: CudaDriver, device: int, chunks: Sequence[Chunk], fetch: Fetch) -> None:
+    def __init__(self, driver: CudaVmm, device: int, chunks: Sequence[Chunk], fetch: Fetch) -> None:
         sizes = [chunk.nbytes for chunk in chunks]
         offsets = dict(zip((chunk.number for chunk in chunks), accumulate(sizes, initial=0), strict=False))
         nbytes = {chunk.number: chunk.nbytes for chunk in chunks}

@@ -21,7 +21,7 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.device_port import DeviceWork
 from megatron_patches.refit.memory.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
-from megatron_patches.refit.transports.cuda_vmm import CudaDriver
+from megatron_patches.refit.transports.cuda_vmm import CudaVmm
 from megatron_patches.refit.transports.direct_copies import Int64s, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
@@ -159,7 +159,7 @@ class CudaRuntime:
             raise PartyFailedError(
                 f"the transport cuda_ipc moves memory of GPUs and this party's storages are on {device}; use shm"
             )
-        self._library, self._driver = _Library(), CudaDriver()
+        self._library, self._driver = _Library(), CudaVmm()
         self._shelf = ChunkShelf(self._driver)
         index = self._device.index
         self._index = torch.cuda.current_device() if index is None else index

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_patches.refit.errors import PartyFailedError
 
 
-class CudaDriver:
+class CudaVmm:
     """The driver library, with errors as exceptions. Handles and addresses are integers, sizes are in bytes.
 
     Every method raises PartyFailedError with CUDA's message if CUDA fails.

@@ -138,7 +138,7 @@ class NixlAgent:
         self.kind, self.device = ("DRAM", 0) if on_host else ("VRAM", int(device.partition(":")[2] or 0))
         self._registered: dict[MemoryRange, Any] = {}
         self._uses: Counter[MemoryRange] = Counter()
-        self._under_way: list[Reading[Any]] = []
+        self._under_way: list[NixlRead[Any]] = []
         self._looked = 0.0
 
     @property
@@ -203,7 +203,7 @@ class NixlAgent:
         """Removes another agent."""
         self._agent.remove_remote_agent(name)
 
-    def read[T](self, peer: Peer, spans: Spans, into: Sequence[Payload | Bits], result: T, what: str) -> Reading[T]:
+    def read[T](self, peer: Peer, spans: Spans, into: Sequence[Payload | Bits], result: T, what: str) -> NixlRead[T]:
         """Starts to read.
 
         Args:
@@ -229,7 +229,7 @@ class NixlAgent:
             handle = self._agent.initialize_xfer("READ", own, theirs, peer.name)
         except Exception as error:
             raise PartyFailedError(f"{what}: NIXL says {_said(error)}") from error
-        reading = Reading(self, handle, (regions, into), result, what)
+        reading = NixlRead(self, handle, (regions, into), result, what)
         self._under_way.append(reading)
         return reading
 
@@ -241,7 +241,7 @@ class NixlAgent:
         """Makes progress with a transfer. Returns NIXL's state of it."""
         return str(self._agent.check_xfer_state(handle))
 
-    def end(self, reading: Reading[Any]) -> None:
+    def end(self, reading: NixlRead[Any]) -> None:
         """Forgets a transfer that has ended, and the memory that it kept alive."""
         self._under_way.remove(reading)
         reading.release()
@@ -271,7 +271,7 @@ class NixlAgent:
         self._under_way.clear()
 
 
-class Reading[T]:
+class NixlRead[T]:
     """A transfer. See :class:`megatron_patches.refit.memory.ports.Pending`.
 
     Args:

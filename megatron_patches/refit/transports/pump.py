@@ -20,7 +20,7 @@ from megatron_patches.refit.memory.unpacker import Unpacker
 from megatron_patches.refit.transports.base import Check
 from megatron_patches.refit.transports.frames import LOOK_AROUND_S, Patience
 from megatron_patches.refit.transports.receiving import ReceivingEnd
-from megatron_patches.refit.transports.sending import SendingEnd, Slot
+from megatron_patches.refit.transports.sending import SendingEnd, StagingSlot
 
 _IMPATIENT_S = 0.0005  # how long to poll without a pause, for work that takes a GPU less than this
 _PAUSE_S = 0.00005  # then, between polls
@@ -71,7 +71,7 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
     packed = {destination: loads for destination, loads in packed.items() if loads}
     waves = deque(sender.waves())
     digesting: deque[Packing] = deque()
-    packing: deque[tuple[Slot, Packing]] = deque()
+    packing: deque[tuple[StagingSlot, Packing]] = deque()
     looks = _Looks()
 
     def at_work() -> str:

@@ -33,7 +33,7 @@ _A_SECOND = struct.pack("ll", 1, 0)  # as struct timeval
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class StagingSlot:
     """Memory of a link to pack into.
 
     Attributes:
@@ -171,7 +171,7 @@ class SendingEnd:
                 raise
             self._selector.register(connection, selectors.EVENT_READ, destination)
 
-    def free_slot(self, destinations: Collection[int], check: Check) -> Slot | None:
+    def free_slot(self, destinations: Collection[int], check: Check) -> StagingSlot | None:
         """Takes a free slot from the link to ``destinations`` that has the most; None if none of these links has one.
 
         Args:
@@ -188,9 +188,9 @@ class SendingEnd:
             return None
         link = self._links[best]
         number = link.free.popleft()
-        return Slot(best, number, link.wire.slots[number])
+        return StagingSlot(best, number, link.wire.slots[number])
 
-    def send(self, packet: Packet, slot: Slot, check: Check) -> None:
+    def send(self, packet: Packet, slot: StagingSlot, check: Check) -> None:
         """Sends a packet that was packed into ``slot``.
 
         Raises:

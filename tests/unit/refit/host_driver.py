@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.transports.cuda_vmm import CudaDriver
+from megatron_patches.refit.transports.cuda_vmm import CudaVmm
 
 PAGE = 4096
 _READ_AND_WRITE = 3
@@ -35,7 +35,7 @@ class _Allocation:
 
 
 @dataclass
-class HostDriver(CudaDriver):
+class HostDriver(CudaVmm):
     """The functions of CUDA, with files.
 
     Attributes:

@@ -9,7 +9,7 @@ from megatron_patches.refit.control.messages import Asked, Step
 from megatron_patches.refit.layout.boxes import TensorSpec, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.loads import Reach
-from megatron_patches.refit.parties.choosing import Site, choose, site_of
+from megatron_patches.refit.parties.choosing import Locality, choose, locality_of
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.terms import LinkOptions, terms_of
 from megatron_patches.refit.planning.plan import make_plan
@@ -19,25 +19,25 @@ from megatron_patches.refit.transports.base import Offer, TransportName
 from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.unit.refit.test_parties import coverable, scene
 
-HERE_GPU, HERE = Site("a", "13", nixl=False), Site("a", "", nixl=True)
+HERE_GPU, HERE = Locality("a", "13", nixl=False), Locality("a", "", nixl=True)
 
 
 @pytest.mark.parametrize(
-    ("sites", "chosen"),
+    ("localities", "chosen"),
     [
         ([HERE, HERE], TransportName.SHM),
         ([HERE_GPU] * 3, TransportName.CUDA_IPC),
         ([HERE_GPU, HERE], TransportName.SHM),
-        ([HERE_GPU, Site("a", "12", nixl=False)], TransportName.SHM),
-        ([HERE, Site("b", "", nixl=True)], TransportName.NIXL),
-        ([Site("a", "13", nixl=True), Site("b", "13", nixl=True)], TransportName.NIXL),
-        ([HERE, Site("b", "", nixl=False)], TransportName.TCP),
-        ([HERE_GPU, Site("b", "13", nixl=False)], TransportName.TCP),
+        ([HERE_GPU, Locality("a", "12", nixl=False)], TransportName.SHM),
+        ([HERE, Locality("b", "", nixl=True)], TransportName.NIXL),
+        ([Locality("a", "13", nixl=True), Locality("b", "13", nixl=True)], TransportName.NIXL),
+        ([HERE, Locality("b", "", nixl=False)], TransportName.TCP),
+        ([HERE_GPU, Locality("b", "13", nixl=False)], TransportName.TCP),
     ],
 )
-def test_the_fastest_that_reaches_all(sites: list[Site], chosen: TransportName) -> None:
-    assert choose(sites) is chosen
-    assert choose(sites[::-1]) is chosen
+def test_the_fastest_that_reaches_all(localities: list[Locality], chosen: TransportName) -> None:
+    assert choose(localities) is chosen
+    assert choose(localities[::-1]) is chosen
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_all_pairs_of_an_engine_take_one_transport(sources_of: list[list[int]], 
     nothing = Asked[list[Request]]({}, "", {})
     asked = [Asked[list[Request]]({rank: [] for rank in ranks}, "", {}) for ranks in sources_of]
     registry.answer(Step.PLANNING, [encode(part) for part in (nothing, nothing, *asked)])
-    sites = [HERE, Site("b", "", nixl=True), HERE, HERE]
-    answers = registry.answer(Step.CHOOSING, [encode(site) for site in sites])
+    localities = [HERE, Locality("b", "", nixl=True), HERE, HERE]
+    answers = registry.answer(Step.CHOOSING, [encode(locality) for locality in localities])
     assert {msgspec.msgpack.decode(answer, type=TransportName) for answer in answers} == {chosen}
 
 
 def test_processes_of_one_machine_know_that_they_are() -> None:
-    assert site_of("cpu").host == site_of("cpu").host != ""
-    assert site_of("cpu").cuda == ""
+    assert locality_of("cpu").host == locality_of("cpu").host != ""
+    assert locality_of("cpu").cuda == ""
 
 
 @pytest.mark.parametrize("named", [None, TransportName.TCP])

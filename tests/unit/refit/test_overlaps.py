@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_patches.refit.control.messages import Asked, Moved, Orders, Registered, Step, Wanted
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.boxes import Box, TensorSpec
-from megatron_patches.refit.parties.choosing import Site
+from megatron_patches.refit.parties.choosing import Locality
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.planning.grids import Axes, join_name, meet, numbers_of
 from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, Views, holder_of, receiver_of
@@ -130,13 +130,13 @@ def test_requests_reach_their_source_as_they_were_sent() -> None:
 
 
 def test_a_source_that_sends_nothing_does_not_count_for_the_transport() -> None:
-    gpu, host = Site("a", "13", nixl=False), Site("b", "", nixl=False)
-    sites = [msgspec.msgpack.encode(site) for site in (host, gpu, gpu)]  # two sources and a destination
+    gpu, host = Locality("a", "13", nixl=False), Locality("b", "", nixl=False)
+    localities = [msgspec.msgpack.encode(locality) for locality in (host, gpu, gpu)]  # two sources and a destination
     parts = [Asked[list[Request]]({}, "", {}), Asked({}, "", {}), Asked({1: []}, "", {})]
     found = Registry(2)
-    assert found.answer(Step.CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.TCP)] * 3
+    assert found.answer(Step.CHOOSING, localities) == [msgspec.msgpack.encode(TransportName.TCP)] * 3
     found.answer(Step.PLANNING, [msgspec.msgpack.encode(part) for part in parts])
-    assert found.answer(Step.CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.CUDA_IPC)] * 3
+    assert found.answer(Step.CHOOSING, localities) == [msgspec.msgpack.encode(TransportName.CUDA_IPC)] * 3
 
 
 def test_tensors_that_nobody_holds_are_left_out_where_the_first_source_says_so() -> None:
@@ -181,7 +181,7 @@ def test_a_party_learns_of_those_with_which_it_links(to_all: bool) -> None:
 
 def test_parties_hear_what_was_chosen_and_how_all_moved_a_version() -> None:
     found = Registry(1)
-    here, there = Site("a", "12", nixl=True), Site("b", "", nixl=True)
+    here, there = Locality("a", "12", nixl=True), Locality("b", "", nixl=True)
     assert answers(found, Step.CHOOSING, [here, here, there], TransportName) == [TransportName.NIXL] * 3
     moved = [
         Moved({"look_up": 1.0}, 3, bytes_by_source=(70,)),
