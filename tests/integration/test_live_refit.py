@@ -41,11 +41,20 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+YARN: dict[str, object] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
 CONFIGS = {
     "qwen3": QWEN3,
+    "qwen3_yarn": QWEN3 | {"rope_scaling": YARN},
     "llama_tied": LLAMA,
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3_yarn": DEEPSEEK_V3 | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     "nemotron_h": NEMOTRON_H,
     "qwen3_in_float32": QWEN3,
 }
@@ -108,7 +117,7 @@ class Engine(NamedTuple):
 
     def meshes(self, model: str) -> tuple[TrainerMesh, ...]:
         """Of the trainers that push into it."""
-        return PIPELINE_MESHES.get(model, ()) if self.pp > 1 else MESHES[model]
+        return (PIPELINE_MESHES if self.pp > 1 else MESHES).get(model, ())
 
     def skip_unless_it_runs(self) -> None:
         """VLLM 0.32.0 on CPUs: the last stage of a pipeline has no memory for what the first one sends."""
@@ -214,9 +223,11 @@ def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Calla
     ("model", "mesh", "engine"),
     [
         pytest.param("qwen3", TrainerMesh(etp=2), Engine(), marks=pytest.mark.quick),
+        ("qwen3_yarn", TrainerMesh(etp=2), Engine()),
         ("llama_tied", TrainerMesh(etp=2), Engine(pp=2)),
         ("qwen3_moe", TrainerMesh(etp=2, expert_etp=2), Engine()),
         ("deepseek_v3", TrainerMesh(etp=2, expert_etp=2), Engine()),
+        ("deepseek_v3_yarn", TrainerMesh(etp=2, expert_etp=2), Engine()),
         ("nemotron_h", TrainerMesh(etp=2), Engine()),
         ("nemotron_h", TrainerMesh(tp=2, etp=2), Engine(tp=2)),
     ],

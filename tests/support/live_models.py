@@ -19,6 +19,7 @@ from megatron_patches.refit.models.families import family_of
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.models.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.models.shard import ParamShard
+from megatron_patches.refit.models.traits import YarnTraits
 from megatron_patches.refit.source.describe import describe_model
 from tests.support.fake_group import fake_group
 from tests.support.launch import run_megatron
@@ -74,6 +75,10 @@ def build_chunk(case: Case, chunk: int) -> Any:
         qk_layernorm=traits.qk_norm,
         **common_settings(case),
     )
+    if traits.yarn is not None:
+        for name, value in yarn_settings(traits.yarn).items():
+            setattr(config, f"yarn_{name}", value)
+        config.yarn_correction_range_round_to_int = True
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=traits.qk_norm,
@@ -81,7 +86,10 @@ def build_chunk(case: Case, chunk: int) -> Any:
         moe_grouped_gemm=False,
     )
     return GPTModel(
-        config=config, transformer_layer_spec=spec, position_embedding_type="rope", **chunk_arguments(case, chunk)
+        config=config,
+        transformer_layer_spec=spec,
+        position_embedding_type="rope" if traits.yarn is None else "yarn",
+        **chunk_arguments(case, chunk),
     )
 
 
@@ -167,6 +175,18 @@ def common_settings(case: Case) -> dict[str, Any]:
     return settings
 
 
+def yarn_settings(yarn: YarnTraits) -> dict[str, Any]:
+    """Megatron's settings of YaRN, as the configuration of latent attention names them."""
+    return {
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+    }
+
+
 class PlainAttention(torch.nn.Module):
     """The causal product of query, key and value by torch: Megatron's own for CPUs takes no latent heads."""
 
@@ -197,18 +217,9 @@ def build_latent_chunk(case: Case, chunk: int) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     mesh, traits = case.mesh, family_from_config(case.config).traits
-    latent, yarn = traits.latent, traits.yarn
-    positions: dict[str, Any] = {"rope_type": "rope"}
-    if yarn is not None:
-        positions = {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_positions,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
-        }
+    latent, positions = traits.latent, {"rope_type": "rope"}
+    if traits.yarn is not None:
+        positions = {"rope_type": "yarn", **yarn_settings(traits.yarn)}
     config = MLATransformerConfig(
         q_lora_rank=latent.q_rank or None,
         kv_lora_rank=latent.kv_rank,
