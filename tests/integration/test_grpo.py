@@ -242,7 +242,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         yield Servers(*started.urls)
 
 
-def train(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def training(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> list[str]:
+    """The launcher's command line."""
     flags = (
         f"--seq-length {LENGTH} --micro-batch-size {8 // ranks} --global-batch-size 8 --lr 1e-3 "
         f"--train-iters 2 --dataloader-type external --calculate-per-token-loss --refit-wait --refit-timeout 120 "
@@ -250,8 +251,8 @@ def train(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> subp
     )
     asked = ["--grpo-prompts", str(prompts)]
     engine = ["--refit-engines", *url] if url else []
-    arguments = [*megatron_flags(MODEL, "cpu"), *flags.split(), *asked, *engine, *more]
-    return run_program("-m", "megatron_patches", "examples/grpo/train.py", *arguments, ranks=ranks, timeout_s=400.0)
+    script = ["-m", "megatron_patches", "examples/grpo/train.py"]
+    return [*script, *megatron_flags(MODEL, "cpu"), *flags.split(), *asked, *engine, *more]
 
 
 @pytest.mark.usefixtures("printed")  # it has pretrained
@@ -265,7 +266,8 @@ def test_weight_of_kl_counts_in_the_loss_and_keeps_the_model_near_its_reference(
             f"--lr-decay-style constant --grpo-reference {servers.reference} --grpo-kl {weight}"
         )
         files = ("--load", str(folder / "checkpoint"), "--grpo-log", str(log))
-        done = train(folder / "train.jsonl", [servers.url], *more.split(), *files)
+        command = training(folder / "train.jsonl", [servers.url], *more.split(), *files)
+        done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", *command)
         assert done.returncode == 0, done.stdout + done.stderr
         # Another thread may print before the end of a line.
         values = re.findall(r"grpo loss: (\S+) .*?kl reference: (\S+) ", done.stdout, re.DOTALL)
@@ -286,7 +288,7 @@ def failing(folder: Path, url: Sequence[str], *more: str, prompt: str = "\n1+1="
     """The line with which a training ends that must not go on."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": prompt, "answer": "2"}))
-    done = train(prompts, url, *more, ranks=ranks)
+    done = run_program(*training(prompts, url, *more, ranks=ranks), ranks=ranks)
     assert done.returncode != 0
     lines = [line.removeprefix("megatron_patches: ") for line in done.stderr.splitlines()]
     (told,) = [line for line in lines if line.startswith("error: ")]
