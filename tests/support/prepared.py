@@ -45,6 +45,7 @@ def vllm_on_cpu() -> None:
 
     The processes that a copy starts are copies as well: by itself vLLM starts them anew on CPUs.
     """
+    import setproctitle
     import vllm.entrypoints.llm
     import vllm.entrypoints.openai.api_server
     import vllm.envs
@@ -56,6 +57,7 @@ def vllm_on_cpu() -> None:
 
     import megatron_patches.refit.vllm.engine  # noqa: F401
 
+    setproctitle.getproctitle()  # it finds the place of a title now or never: copies replace their environment
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     _leave_convolutions_as_loaded()
 

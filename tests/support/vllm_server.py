@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import runpy
+import signal
 import sys
 import threading
 import urllib.request
@@ -163,6 +165,8 @@ def copied_process(arguments: Sequence[str], environment: Mapping[str, str], log
 
 
 def _run_module(arguments: Sequence[str]) -> None:
+    # What is forked from an event loop would wake it with signals of its own, as if they were the loop's.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     sys.argv[:] = arguments
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
