@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 _PORTS = range(10000, 32768)
 _TRIES = 3
@@ -51,17 +52,49 @@ def _free_port() -> int:
     raise ServerError(f"no free port among 100 of {_PORTS.start} to {_PORTS.stop - 1}")
 
 
+class ServerProcess(Protocol):
+    """The first process of a server, the leader of its own session; a ``subprocess.Popen`` is one."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """See ``subprocess.Popen``."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See ``subprocess.Popen``."""
+
+    def send_signal(self, sig: int) -> None:
+        """See ``subprocess.Popen``."""
+
+
+def new_process(
+    arguments: Sequence[str], environment: Mapping[str, str], log: Path, python: str = sys.executable
+) -> ServerProcess:
+    """Run ``python -m`` with the arguments.
+
+    Args:
+        arguments: a module and its arguments.
+        environment: all environment variables.
+        log: file for its output.
+        python: the interpreter of vLLM's environment.
+    """
+    with log.open("w", encoding="utf-8") as file:
+        return subprocess.Popen(  # noqa: S603
+            [python, "-m", *arguments], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
 class RunningServer:
     """A server whose process has been started; :meth:`is_up` says whether it answers yet.
 
     Attributes:
         url: its base URL.
-        process: its first process, the leader of its own session.
+        process: its first process.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str) -> None:
+    def __init__(self, start: Callable[[], ServerProcess], log: Path, url: str) -> None:
         self.url = url
-        self._command, self._environment, self._log = command, environment, log
+        self._start_process, self._log = start, log
         self._tries_left = _TRIES
         self._answered = False
         self._deadline = time.monotonic() + START_TIMEOUT_S
@@ -69,10 +102,7 @@ class RunningServer:
 
     def _start(self) -> None:
         self._tries_left -= 1
-        with self._log.open("w", encoding="utf-8") as file:
-            self.process = subprocess.Popen(  # noqa: S603
-                self._command, env=self._environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self.process = self._start_process()
 
     def is_up(self) -> bool:
         """Whether it has answered. One that ended because another process had bound its port is started again.
@@ -104,7 +134,7 @@ class RunningServer:
     def end(self) -> None:
         """Let the process exit by itself, then kill what is left of its session."""
         if self.process.poll() is None:
-            self.process.terminate()
+            self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):
@@ -120,7 +150,7 @@ def starting_server(
     arguments: Sequence[str],
     variables: Mapping[str, str],
     log: Path,
-    python: str = sys.executable,
+    launch: Callable[[Sequence[str], Mapping[str, str], Path], ServerProcess] = new_process,
     *,
     port: int = 0,
 ) -> Iterator[RunningServer]:
@@ -135,7 +165,7 @@ def starting_server(
         arguments: additional command-line arguments.
         variables: environment variables, on top of this process's and of :data:`OF_A_SERVER`.
         log: file for its output.
-        python: the interpreter of vLLM's environment.
+        launch: what starts the process; see :func:`new_process`.
         port: port to listen on; 0 for any free port.
 
     Raises:
@@ -143,12 +173,13 @@ def starting_server(
     """
     port = port or _free_port()
     command = [
-        *(python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+        *("vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(model), "--served-model-name", name, "--load-format", "dummy"),
         *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
         *("--middleware", "megatron_patches.refit.vllm.guard.RefitGuard"),
     ]
-    server = RunningServer(command, {**os.environ, **OF_A_SERVER, **variables}, log, f"http://127.0.0.1:{port}")
+    environment = {**os.environ, **OF_A_SERVER, **variables}
+    server = RunningServer(lambda: launch(command, environment, log), log, f"http://127.0.0.1:{port}")
     try:
         yield server
     finally:

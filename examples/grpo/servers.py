@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.serving import write_byte_tokenizer
-from examples.vllm_process import ON_A_CPU, RunningServer, starting_server
+from examples.vllm_process import ON_A_CPU, RunningServer, new_process, starting_server
 
 
 class Servers:
@@ -42,8 +43,9 @@ class Servers:
             arguments += ["--dtype", "float32", "--block-size", "32"]
             # Compiling is not worthwhile for such a small model, and vLLM would start compilers first.
             variables = {**ON_A_CPU, "TORCH_COMPILE_DISABLE": "1"}
+        launch = functools.partial(new_process, python=self._python)
         server = starting_server(
-            self._folder, "sums", "etp", arguments, variables, self._folder / log, self._python, port=port
+            self._folder, "sums", "etp", arguments, variables, self._folder / log, launch, port=port
         )
         return self._stack.enter_context(server)
 

@@ -21,6 +21,7 @@ from examples.quickstart import MODEL, SEQUENCE, VOCABULARY
 from examples.serving import write_byte_tokenizer
 from examples.vllm_process import ON_A_CPU, RunningServer, starting_server
 from tests.support.ports import free_port
+from tests.support.vllm_server import copied_process
 
 pytestmark = [
     pytest.mark.integration,
@@ -124,7 +125,9 @@ def training(folder: Path, url: str, *flags: str) -> Iterator[Training]:
 def server(folder: Path, port: int, log: str) -> Iterator[RunningServer]:
     arguments = f"--dtype float32 --enforce-eager --max-model-len {SEQUENCE} --block-size 32".split()
     variables = ON_A_CPU | {"TORCH_COMPILE_DISABLE": "1"}
-    with starting_server(folder, "under-test", "etp", arguments, variables, folder / log, port=port) as running:
+    with starting_server(
+        folder, "under-test", "etp", arguments, variables, folder / log, copied_process, port=port
+    ) as running:
         running.wait()
         yield running
 

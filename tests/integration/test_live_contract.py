@@ -36,7 +36,8 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
         fresh = host.connect().parameters()
     extension = "tests.support.vllm_votes.SabotagedWorker"
     (place := tmp_path / "server").mkdir()
-    with vllm_server(QWEN3, place, "--tensor-parallel-size", "2", "--worker-extension-cls", extension) as server:
+    arguments = ("--tensor-parallel-size", "2", "--worker-extension-cls", extension)
+    with vllm_server(QWEN3, place, *arguments, spawned=True) as server:  # as it is for users
         done = subprocess.run(
             [engine_python(), "-m", "tests.integration.contract_training", server.url, "2", *folders.values()],
             check=False,

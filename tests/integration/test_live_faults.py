@@ -126,7 +126,8 @@ class Served:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    with vllm_server(QWEN3, folder, "--tensor-parallel-size", "2") as server:
+    # Not copies of a template: an engine that is a copy of its server keeps the server's socket open once it is killed.
+    with vllm_server(QWEN3, folder, "--tensor-parallel-size", "2", spawned=True) as server:
         yield Served(server, itertools.count(1))
 
 

@@ -38,7 +38,8 @@ def test_loss_reward_and_versions_move_and_the_server_holds_the_last_weights(tmp
     output = tmp_path / "out"
     settings = {key: value for key, value in CONFIG.items() if key not in {"model_type", "architectures"}}
     names = ("--served-model-name", "under-test", str(folder))
-    with vllm_server(CONFIG, folder, *names, "--worker-extension-cls", EXTENSION) as server:
+    # No copies of a template: with the packages that TRL needs, importing transformers starts a thread.
+    with vllm_server(CONFIG, folder, *names, "--worker-extension-cls", EXTENSION, spawned=True) as server:
         torch.manual_seed(0)
         config = AutoConfig.for_model(str(CONFIG["model_type"]), **settings)
         AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
@@ -64,7 +65,6 @@ def test_loss_reward_and_versions_move_and_the_server_holds_the_last_weights(tmp
     assert moved == [1] * (STEPS - 1), found["versions"]
     rewards = [entry["reward"] for entry in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
-    # Not a copy of a template: with the packages that TRL needs, importing transformers starts a thread.
     with VllmHost(output / "trained", other, spawned=True) as host:
         assert served == host.connect().parameters()
 

@@ -51,16 +51,24 @@ def te_on_cpu() -> None:
 
 
 def vllm_on_cpu() -> None:
-    """Import what an engine and its workers need; the modules of models are left to the engine."""
+    """Import what a server, an engine and its workers need; the modules of models are left to the engine.
+
+    The processes that a copy starts are copies as well: by itself vLLM starts them anew on CPUs.
+    """
+    import setproctitle
     import vllm.entrypoints.llm
+    import vllm.entrypoints.openai.api_server
+    import vllm.envs
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.structured_output.backend_guidance
     import vllm.v1.structured_output.backend_xgrammar
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.cpu_worker
 
     import megatron_patches.refit.vllm.engine  # noqa: F401
 
+    setproctitle.getproctitle()  # it finds the place of a title now or never: copies replace their environment
+    vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     _leave_convolutions_as_loaded()
 
 
@@ -100,7 +108,6 @@ VARIABLES: Mapping[Callable[[], None], Mapping[str, str]] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM 0.26.0 has no multi-latent attention for CPUs; without, it computes the same with whole heads.

@@ -87,9 +87,7 @@ class VllmHost:
         variables = variables_of(vllm_on_cpu)
         if self._template is not None:
             arguments = (self.address, self._options)
-            return self._template.start(
-                serve_copied, arguments, variables=variables, output=self._log, leads_session=True
-            )
+            return self._template.start(serve, arguments, variables=variables, output=self._log, leads_session=True)
         with self._log.open("w") as log:
             return subprocess.Popen(
                 [engine_python(), "-m", "tests.support.vllm_host", self.address, self._options],
@@ -347,16 +345,6 @@ def _serve(connection: Connection, served: _Served) -> None:
         # The caller may have been killed.
         with contextlib.suppress(OSError):
             connection.send(answer)
-
-
-def serve_copied(address: str, options: str) -> None:
-    """Like :func:`serve`, and the workers are copies of this process; by itself vLLM starts them anew on CPUs."""
-    import multiprocessing
-
-    from vllm.v1.executor import multiproc_executor
-
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-    serve(address, options)
 
 
 def serve(address: str, options: str) -> None:

@@ -1,8 +1,16 @@
-"""A vLLM server in a process of its own, started as the documentation says, for tests of what comes over HTTP."""
+"""A vLLM server in a process of its own, started as the documentation says, for tests of what comes over HTTP.
+
+Its processes are copies of a template (:mod:`tests.support.template`) unless a test says otherwise.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import runpy
+import signal
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +20,10 @@ from types import MappingProxyType
 from typing import Any
 
 from examples.serving import write_byte_tokenizer
-from examples.vllm_process import ON_A_CPU, starting_server
+from examples.vllm_process import ON_A_CPU, ServerProcess, new_process, starting_server
 from megatron_patches.refit.control.credentials import Credentials
 from tests.support.completion import Completion
-from tests.support.prepared import engine_python
+from tests.support.prepared import engine_python, template_of, vllm_on_cpu
 
 MODEL = "under-test"
 PACED = ("--logits-processors", "tests.support.vllm_paced:Paced")
@@ -148,8 +156,25 @@ def complete(
     return Completion(tokens, log_probabilities, cached, ended)
 
 
+def copied_process(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ServerProcess:
+    """:func:`examples.vllm_process.new_process`, but a copy of a template, and what it starts are copies of it."""
+    template = template_of(vllm_on_cpu)
+    if template is None:
+        return new_process(arguments, environment, log, engine_python())
+    return template.start(_run_module, (arguments,), variables=environment, output=log, leads_session=True)
+
+
+def _run_module(arguments: Sequence[str]) -> None:
+    # What is forked from an event loop would wake it with signals of its own, as if they were the loop's.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    sys.argv[:] = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
 @contextmanager
-def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str, api_key: str = "") -> Iterator[VllmServer]:
+def vllm_server(
+    config: Mapping[str, object], folder: Path, *arguments: str, api_key: str = "", spawned: bool = False
+) -> Iterator[VllmServer]:
     """Starts a server of a model with random weights; it ends with the context.
 
     Args:
@@ -157,17 +182,20 @@ def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str, api
         folder: for the model and the log.
         arguments: further ones of the command line.
         api_key: what requests for inference must show; none by default.
+        spawned: whether each of its processes is a new Python, which imports everything itself, as it is for users.
     """
     (folder / "config.json").write_text(json.dumps(config))
     write_byte_tokenizer(folder, 255)
     log = folder / "server.log"
     more = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64", "--block-size", "32"]
+    more += ["--num-gpu-blocks-override", "64"]  # vLLM fills all of its cache with zeros, a gigabyte otherwise
     more += ["--enable-prompt-tokens-details", *arguments]
     # vLLM compiles what counts likelier tokens, and starts a compiler and two Pythons to see what they can do.
     variables = ON_A_CPU | {"TORCH_COMPILE_DISABLE": "1"}
     if api_key:
         variables = {**variables, "VLLM_API_KEY": api_key}
-    with starting_server(folder, MODEL, "etp", more, variables, log, engine_python()) as server:
+    launch = functools.partial(new_process, python=engine_python()) if spawned else copied_process
+    with starting_server(folder, MODEL, "etp", more, variables, log, launch) as server:
         server.wait()
         shown = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         yield VllmServer(server.url, log, shown, server.process.pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks import vllm_server
 from examples import vllm_process
-from examples.vllm_process import ServerError, starting_server
+from examples.vllm_process import ServerError, new_process, starting_server
 
 SERVER = """
 import http.server, pathlib, sys
@@ -44,7 +45,8 @@ def write(script: Path, last: str) -> None:
 
 
 def start(tmp_path: Path, script: Path) -> bool:
-    with starting_server(tmp_path, "model", "etp", (), {}, tmp_path / "log", str(script)) as server:
+    launch = functools.partial(new_process, python=str(script))
+    with starting_server(tmp_path, "model", "etp", (), {}, tmp_path / "log", launch) as server:
         server.wait()
         return server.process.poll() is None
 
