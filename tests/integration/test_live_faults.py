@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -43,18 +44,18 @@ class Fault(NamedTuple):
     """What happens to which process of a server, and when; it happens on the first rank's word.
 
     Attributes:
-        victim: ``server``, ``engine``, or ``worker``, which is the second one.
+        victim: the process's number.
         how: SIGKILL or SIGSTOP.
         phase: ``preparing``, or one of :data:`PHASES`.
     """
 
-    victim: str
+    victim: int
     how: signal.Signals
     phase: str
 
 
 def process_of(server: int, victim: str) -> psutil.Process:
-    """A process of a server."""
+    """The process ``server`` itself, its ``engine``, or its second ``worker``."""
     process = psutil.Process(server)
     if victim == "server":
         return process
@@ -63,7 +64,7 @@ def process_of(server: int, victim: str) -> psutil.Process:
 
 
 def body(
-    rank: int, world_size: int, url: str, version: int, seed: int, memory: MemoryMode, server: int, fault: Fault | None
+    rank: int, world_size: int, url: str, version: int, seed: int, memory: MemoryMode, fault: Fault | None
 ) -> tuple[str, float]:
     """A push, in whose midst something happens: why it failed, if it did, and for how long it took from then on."""
     del world_size
@@ -76,7 +77,7 @@ def body(
 
     def happen() -> None:
         if fault is not None:
-            process_of(server, fault.victim).send_signal(fault.how)
+            os.kill(fault.victim, fault.how)
             happened[0] = time.monotonic()
 
     with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
@@ -116,7 +117,7 @@ class Served:
     def push(
         self, seed: int, memory: MemoryMode = MemoryMode.BESIDE, fault: Fault | None = None
     ) -> list[tuple[str, float]]:
-        args = (self.server.url, next(self.versions), seed, memory, self.server.process, fault)
+        args = (self.server.url, next(self.versions), seed, memory, fault)
         found: list[tuple[str, float]] = run_megatron(body, 2, args=args, timeout_s=120, fresh=fault is not None)
         return found
 
@@ -159,10 +160,12 @@ def test_a_process_that_hangs_for_a_while_leaves_old_or_new_weights(served: Serv
     old = served.answers()
     assert new != old
     memory = MemoryMode.IN_PLACE if phase == "sending" else MemoryMode.BESIDE
+    process = process_of(served.server.process, victim)
     try:
-        found = served.push(1, memory, Fault(victim, signal.SIGSTOP, phase))
+        found = served.push(1, memory, Fault(process.pid, signal.SIGSTOP, phase))
+        assert process.status() == psutil.STATUS_STOPPED
     finally:
-        process_of(served.server.process, victim).send_signal(signal.SIGCONT)
+        process.resume()
     assert max(seconds for _, seconds in found) < 5 * TIMEOUT_S
     for reason, _ in found:
         assert served.server.url in reason, reason
@@ -179,7 +182,9 @@ def test_a_process_that_hangs_for_a_while_leaves_old_or_new_weights(served: Serv
 def test_a_process_that_dies_ends_the_push_with_its_reason(victim: str, phase: str, tmp_path: Path) -> None:
     with serving(tmp_path) as mortal:
         mortal.push(1)
-        found = mortal.push(2, fault=Fault(victim, signal.SIGKILL, phase))
+        process = process_of(mortal.server.process, victim)
+        found = mortal.push(2, fault=Fault(process.pid, signal.SIGKILL, phase))
+        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     assert max(seconds for _, seconds in found) < 3 * TIMEOUT_S
     for reason, _ in found:
         assert mortal.server.url in reason, reason

@@ -15,14 +15,13 @@ from tests.support.template import Template
 
 
 def torch_alone() -> None:
-    """Import what every body needs, also what the engine and the first optimizer of a process import of torch."""
-    import torch._dynamo
+    """Import what every body needs; not Triton, which bodies tell first that it is to interpret kernels."""
     import torch.distributed.checkpoint  # noqa: F401
 
 
 def transformers_models() -> None:
     """Import what models and trainers of Hugging Face transformers are built on, and the engine."""
-    torch_alone()
+    import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
     from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
     import etp  # noqa: F401
