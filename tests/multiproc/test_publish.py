@@ -135,7 +135,7 @@ def test_of_two_trainers_the_engine_is_the_last_ones_that_joined(tmp_path: Path)
     assert served == [1, 2, 2, 4, 5]
     assert said_of_other == []
     (reason,) = said
-    assert reason.startswith("rollout 0: ")
+    assert "rollout 0: " in reason  # at the beginning, or with the engine's own reason, if that comes in time
     assert "engine worker 0 has ended or closed its connection" in reason
     assert "\n" not in reason
 
