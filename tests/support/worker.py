@@ -116,6 +116,9 @@ def _set_default_transport() -> None:
 def _leave_group() -> None:
     import torch.distributed as dist
 
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    if megatron is not None:
+        megatron.destroy_model_parallel()  # a thread of each group's would go on, waking a hundred times a second
     gc.collect()  # what the body left may hold on to the group
     if dist.is_initialized():
         dist.destroy_process_group()
