@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,27 @@ def doubled_by_a_new_parameter(layer: Any) -> None:
     layer.weight = nn.Parameter(layer.weight.data * 2, requires_grad=False)
 
 
+def a_new_parameter_for_the_same_memory(layer: Any) -> None:
+    """As vLLM's kernels for block FP8 do."""
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
+def a_new_parameter_beside_the_old_one(layer: Any) -> None:
+    layer.quant_method.kernels.append(layer.weight)
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
+def remembered_in_a_list(layer: Any) -> None:
+    layer.quant_method.kernels.append(layer.weight)
+
+
+def a_new_kernel_for_experts(layer: Any) -> None:
+    """As vLLM's quantized experts do."""
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+    layer.quant_method.moe_quant_config = SimpleNamespace(w1_scale=layer.weight)
+    layer.quant_method.moe_kernel = SimpleNamespace(config=layer.quant_method.moe_quant_config)
+
+
 def remembered_by_the_layer(layer: Any) -> None:
     layer.scale = float(layer.weight.shape[0])
 
@@ -143,6 +165,8 @@ def layer_with(process: Callable[[Any], None]) -> nn.Module:
     record_metadata_for_reloading(model)
     for parameter in model.parameters():
         parameter.zero_()
+    if process is a_new_kernel_for_experts:
+        process(model.inner)  # when the model is loaded
     return model
 
 
@@ -183,7 +207,11 @@ def replaced(model: Any, value: float, layers: Any, *, in_place: bool) -> Any:
         (doubled_in_place, 2, False),
         (doubled_elsewhere, 2, False),
         (doubled_by_a_new_parameter, 2, False),
+        (a_new_parameter_for_the_same_memory, 1, True),
+        (a_new_parameter_beside_the_old_one, 1, False),
+        (a_new_kernel_for_experts, 1, True),
         (remembered_as_data, 1, False),
+        (remembered_in_a_list, 1, False),
         (remembered_by_the_layer, 1, False),
         (remembered_by_the_method, 1, False),
     ],
@@ -196,12 +224,14 @@ def test_processing_is_left_out_only_where_it_does_nothing(
     model: Any = layer_with(process)
     layers = Layers(model)
     weight, place = model.inner.weight, model.inner.weight.data_ptr()
+    kernel = vars(model.inner.quant_method).get("moe_kernel")
     for value in (3.0, 5.0, 7.0):
         replacement = replaced(model, value, layers, in_place=in_place)
         assert torch.equal(weight, torch.full((6, 4), factor * value))
         assert torch.equal(model.inner.bias, torch.full((6,), value))
         assert model.inner.weight is weight
         assert weight.data_ptr() == place
+        assert vars(model.inner.quant_method).get("moe_kernel") is kernel
         if not in_place:
             replacement.undo()
             assert not weight.any()

@@ -5,15 +5,17 @@ vLLM release; see :mod:`megatron_patches.refit.vllm.releases`.
 
 [Note: plain layers] Most layers serve from the loader form, and vLLM's processing leaves it unchanged. For a layer
 without a processing method this is known. Other layers are watched during the first replacement: a layer is plain if
-processing ran no torch operation, changed no attribute of layer or method, and added no reference to the weights'
-memory. From then on its new weights need no processing. A copy of a tensor onto itself, by which unquantized experts
-keep their memory, does not count as an operation.
+processing ran no torch operation, left its weights where they were, changed no other attribute of layer or method, and
+added no reference to the weights' memory. From then on its new weights need no processing. These do not count, because
+the serving tensors and kernel are put back afterwards: a copy of a tensor onto itself, by which unquantized experts
+keep their memory; a new parameter for the same memory, as for block FP8; and a new kernel for quantized experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.releases.release import PROCESSED, Release, tensors_of
-from megatron_patches.refit.vllm.swap import Pair, is_dense, overlapping, same_memory, span_of, users_of
+from megatron_patches.refit.vllm.swap import Pair, Users, is_dense, overlapping, same_memory, span_of
 
 
 def join(path: str, name: str) -> str:
@@ -85,15 +87,14 @@ class Layer:
             TransferError: if a weight of the layer is missing, or processing changed its shape or dtype.
         """
         module, running, buffers = self.module, self.running(), set(self.module._buffers)
-        may_be_plain = self.has_loader_form()
-        kernel = self._vllm.kernel_of(self._method)  # refers to the serving scales, and must keep doing so
+        is_plain, users = self.has_loader_form(), Users(staged.values())
         pairs: list[Pair] = []
         try:
             self._vllm.take_to_loader_form(module)
             for name, tensor in self.running().items():
                 if not self._keeps(name):
                     setattr(module, name, self._materialized(name, tensor, staged.get(name), running.get(name)))
-            self.is_plain = self._process() and may_be_plain
+            is_plain &= self._process()
             for name, target in running.items():
                 if self._keeps(name):
                     new = staged[name].view(target.shape) if name in staged else None
@@ -106,8 +107,8 @@ class Layer:
                     pairs.append((target.data, new))
         finally:
             self._vllm.put_back(module)
-            for name, value in kernel.items():
-                setattr(self._method, name, value)
+        storages = {int(tensor.untyped_storage()._cdata) for tensor in staged.values()}
+        self.is_plain = is_plain and storages <= users.joined_only_by(chain.from_iterable(pairs))
         return pairs
 
     def check_form(self, name: str, new: torch.Tensor, target: torch.Tensor) -> None:
@@ -137,8 +138,13 @@ class Layer:
         if method is None:
             return True
         before = _look_at(module, method)
-        with self._vllm.device(module), _Watch() as watch:
-            self._vllm.process(module, method)
+        kernel = self._vllm.kernel_of(method)  # refers to the serving scales, and must keep doing so
+        try:
+            with self._vllm.device(module), _Watch() as watch:
+                self._vllm.process(module, method)
+        finally:
+            for name, value in kernel.items():
+                setattr(method, name, value)
         untouched = not watch.operations and before.same(_look_at(module, method))
         self._vllm.after_processing(module)
         return untouched
@@ -263,8 +269,8 @@ class _Seen:
     """What processing could change of a layer, besides the content of its tensors.
 
     Attributes:
-        objects: tensors and other attributes of the layer and of its method.
-        places: for each tensor, its memory, its form, and the number of references to its memory.
+        objects: attributes of the layer and of its method, without the layer's parameters and buffers.
+        places: for each of those, its memory and its form.
     """
 
     objects: Mapping[str, object]
@@ -287,9 +293,8 @@ def _look_at(module: nn.Module, method: object) -> _Seen:
         for name, value in attributes.items()
         if name not in left_out
     }
-    tensors = tensors_of(module)
     places = {
-        name: (span_of(tensor), tensor.shape, tensor.stride(), tensor.dtype, users_of(tensor))
-        for name, tensor in tensors.items()
+        name: (span_of(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+        for name, tensor in tensors_of(module).items()
     }
-    return _Seen({**objects, **tensors}, places)
+    return _Seen(objects, places)
