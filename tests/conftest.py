@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from etp.te import te_available
@@ -76,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # pytest leaves out what is not chosen by a marker after that
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow, skip what is not true with ``--device cuda``, and choose what pytest-xdist keeps together."""
+    if torch.cuda.is_available() and not on_gpus() and any(item.path.parent.name == "gpu" for item in items):
+        raise pytest.UsageError("tests/gpu runs with --device cuda")  # its bodies expect what is true on GPUs
     for item in items:
         quick.mark(item)
         if not on_gpus():

@@ -158,30 +158,44 @@ PER_TENSOR, PER_CHANNEL, PER_BLOCK = (("--quantization", name) for name in ("fp8
 @needs_fp8()
 @pytest.mark.timeout(480)  # DeepGEMM compiles kernels for the first server
 @pytest.mark.parametrize(
-    ("config", "weight_format", "arguments"),
+    ("config", "weight_format", "arguments", "variables"),
     [
-        pytest.param(DENSE, WeightFormat.FP8_BLOCK, (), id="fp8"),
-        pytest.param(DENSE, WeightFormat.FP8_BLOCK_FP32_SCALES, (), id="fp8_fp32_scales"),
-        pytest.param(EXPERTS, WeightFormat.FP8_BLOCK, (), id="fp8_experts"),
-        pytest.param(DENSE, WeightFormat.TRAINED, PER_TENSOR, id="online"),
-        pytest.param(DENSE, WeightFormat.TRAINED, PER_CHANNEL, id="online_channel"),
-        pytest.param(DENSE, WeightFormat.TRAINED, PER_BLOCK, id="online_block"),
-        pytest.param(EXPERTS, WeightFormat.TRAINED, PER_TENSOR, id="online_experts"),
+        pytest.param(DENSE, WeightFormat.FP8_BLOCK, (), {}, id="fp8"),
+        pytest.param(DENSE, WeightFormat.FP8_BLOCK, (), NO_DEEP_GEMM, id="fp8_cutlass"),
+        pytest.param(DENSE, WeightFormat.FP8_BLOCK_FP32_SCALES, (), {}, id="fp8_fp32_scales"),
+        pytest.param(EXPERTS, WeightFormat.FP8_BLOCK, (), {}, id="fp8_experts"),
+        pytest.param(EXPERTS, WeightFormat.FP8_BLOCK, (), NO_DEEP_GEMM, id="fp8_experts_triton"),
+        pytest.param(DENSE, WeightFormat.TRAINED, PER_TENSOR, {}, id="online"),
+        pytest.param(DENSE, WeightFormat.TRAINED, PER_CHANNEL, {}, id="online_channel"),
+        pytest.param(DENSE, WeightFormat.TRAINED, PER_BLOCK, {}, id="online_block"),
+        pytest.param(EXPERTS, WeightFormat.TRAINED, PER_TENSOR, {}, id="online_experts"),
     ],
 )
 def test_a_quantized_server_holds_and_answers_what_a_fresh_one_does(
-    servers: Servers, tmp_path: Path, config: dict[str, Any], weight_format: WeightFormat, arguments: tuple[str, ...]
+    servers: Servers,
+    tmp_path: Path,
+    config: dict[str, Any],
+    weight_format: WeightFormat,
+    arguments: tuple[str, ...],
+    variables: dict[str, str],
 ) -> None:
-    """Beside and in place, with blocks that it loads or quantizing itself; the other kind of weights is refused."""
+    """Beside and in place, with blocks that it loads or quantizing itself; the other kind of weights is refused.
+
+    Each way twice, because what vLLM does to weights that it leaves as they came is left out from then on.
+    """
     models = [tmp_path / "model_0", tmp_path / "model_1"]
     export(config, weight_format, {path: number for number, path in enumerate(models)})
-    wanted = [servers.fresh(path, *arguments) for path in models]
+    wanted = [servers.fresh(path, *arguments, variables=variables) for path in models]
     assert wanted[0].probabilities != wanted[1].probabilities
-    server = servers.start(models[0], *arguments, load="dummy")
-    (beside,) = push(config, server, [Push(1, 0)], weight_format=weight_format)
+    server = servers.start(models[0], *arguments, load="dummy", variables=variables)
+    first, beside = push(config, server, [Push(1, 1), Push(2, 0)], weight_format=weight_format)
     other = WeightFormat.TRAINED if weight_format.is_quantized else WeightFormat.FP8_BLOCK
-    (refused,) = push(config, server, [Push(2, 1)], weight_format=other)
-    (in_place,) = push(config, server, [Push(3, 1)], weight_format=weight_format, memory=MemoryMode.IN_PLACE)
+    (refused,) = push(config, server, [Push(3, 1)], weight_format=other)
+    again, in_place = push(
+        config, server, [Push(4, 0), Push(5, 1)], weight_format=weight_format, memory=MemoryMode.IN_PLACE
+    )
+    assert first.state == wanted[1]
+    assert again.state == wanted[0]
     assert beside.state == wanted[0]
     assert "in the engine" in refused.reason
     assert "\n" not in refused.reason
