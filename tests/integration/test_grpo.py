@@ -258,7 +258,7 @@ def training(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> l
 @pytest.mark.usefixtures("printed")  # it has pretrained
 def test_weight_of_kl_counts_in_the_loss_and_keeps_the_model_near_its_reference(folder: Path, servers: Servers) -> None:
     push_checkpoint(folder, servers.reference)
-    found, weights = {}, (0.0, 2.0)
+    found, weights = {}, (0.0, 10.0)
     for weight in weights:
         log = folder / f"kl_{weight}.jsonl"
         more = (
@@ -281,7 +281,8 @@ def test_weight_of_kl_counts_in_the_loss_and_keeps_the_model_near_its_reference(
     assert free[1][1] > 1e-4
     assert held[1][1] == pytest.approx(free[1][1], rel=1e-2)
     assert held[1][0] - free[1][0] == pytest.approx(weights[1] * held[1][1], rel=0.05)
-    assert sum(kl for _, kl in held[-3:]) < 0.8 * sum(kl for _, kl in free[-3:])
+    # Once the term is felt. With 64 samples of one prompt, the KL of a single step is mostly that of its prompt.
+    assert sum(kl for _, kl in held[3:]) < 0.6 * sum(kl for _, kl in free[3:])
 
 
 def failing(folder: Path, url: Sequence[str], *more: str, prompt: str = "\n1+1=", ranks: int = 1) -> str:
