@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.ports import free_port
+from torch.distributed import TCPStore
+
 from tests.support.prepared import patched_megatron, template_of, variables_of
 from tests.support.template import Process
 
@@ -49,13 +50,14 @@ def run_program(
     Raises:
         subprocess.TimeoutExpired: if a process has not ended in time; all are killed.
     """
-    port = free_port()
+    # Not in rank 0, as torchrun has it too: that may end while others still begin.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
     processes: list[Process] = []
     with tempfile.TemporaryDirectory() as outputs:
         files = [(Path(outputs, f"{rank}.out"), Path(outputs, f"{rank}.err")) for rank in range(max(ranks, 1))]
         try:
             for rank, both in enumerate(files):
-                own = _rank_variables(rank, ranks, port) if ranks else {}
+                own = _rank_variables(rank, ranks, store.port) if store is not None else {}
                 processes.append(_start(command, prepared, folder, {**own, **(variables or {})}, *both))
             status = _wait(processes, timeout_s)
         finally:
@@ -69,7 +71,8 @@ def run_program(
 
 def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+    agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return agent | {name: str(number) for name, number in numbers.items()}
 
 
 def _start(

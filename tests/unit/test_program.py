@@ -19,6 +19,17 @@ dist.init_process_group("gloo")
 print(dist.get_rank(), dist.get_world_size(), sys.argv, os.getcwd(), __name__, beside.VALUE)
 print("said by", dist.get_rank(), file=sys.stderr)
 """
+LATE = """
+import os, time
+import torch.distributed as dist
+
+store = next(dist.rendezvous("env://"))[0]
+if os.environ["RANK"] == "0":
+    store.set("said", "by 0")
+else:
+    time.sleep(1)
+    print(store.get("said").decode())
+"""
 ENDS = """
 import os, sys, time
 if os.environ["RANK"] == "1":
@@ -34,6 +45,12 @@ def test_a_script_runs_on_every_rank_as_the_main_program(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{rank} 2 ['script.py', '--one'] {tmp_path} __main__ 5" for rank in range(2)]
     assert done.stderr.splitlines() == ["said by 0", "said by 1"]
+
+
+def test_a_rank_reaches_the_store_after_another_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LATE)
+    done = run_program("script.py", ranks=2, prepared=torch_alone, folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "by 0\n", "")
 
 
 def test_a_module_is_found_where_it_runs(tmp_path: Path) -> None:
