@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -17,6 +16,7 @@ from megatron_patches.refit.layout.boxes import Box, TensorSpec, View, row_major
 from megatron_patches.refit.layout.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.layout.dtypes import holds
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory.ports import host_bytes
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.planning.plan import PartOf, PlanOptions, make_part, make_plan
 from megatron_patches.refit.planning.proof import Verdict, prove
@@ -352,10 +352,11 @@ def test_the_trainers_bits_travel_and_the_engine_converts_them() -> None:
 def test_a_flipped_bit_is_caught_before_anything_is_converted() -> None:
     moved = Moved()
     moved.receiver.begin(1)
-    packets = [packet for sender in moved.senders for packet in sender.pack(1)]
-    for packet, payload in packets:
+    for packet, payload in (packet for sender in moved.senders for packet in sender.pack(1)):
+        for piece in moved.receiver._unpacker._batches[packet.source, packet.destination, packet.number].pieces:
+            if piece.view.storage == "A@bfloat16":
+                host_bytes(payload)[piece.offset] ^= 4
         moved.receiver.accept(packet, payload)
-    moved.receiver._incoming["A@bfloat16"][1] ^= np.uint16(4)
     with pytest.raises(DigestError, match=r"A_log\[2:7\] in A@bfloat16 of destination rank 0"):
         moved.receiver.verify()
     assert not any(tensor.any() for tensor in moved.staged.values())

@@ -24,11 +24,10 @@ from megatron_patches.refit.layout.boxes import Box, TensorSpec, View, row_major
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.loads import Terms
 from megatron_patches.refit.memory.packets import Packet
-from megatron_patches.refit.memory.ports import Bits, Payload, host_bytes
+from megatron_patches.refit.memory.ports import Batch, Bits, Payload, host_bytes
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.planning.plan import Plan, make_plan
 from megatron_patches.refit.planning.proof import prove
-from megatron_patches.refit.planning.transfers import Transfer
 from tests.support.memory_transport import Receiver, refit
 from tests.support.quick import examples
 from tests.support.refit_cases import Case, elements, random_case, random_options, region
@@ -188,17 +187,18 @@ def shifted_read(packets: list[Packed], scene: Scene) -> list[Packed]:
     return [packets[0], (packets[1][0], payload[2:] + payload[:2])]
 
 
-def misdirect(receiver: Receiver, offset: Callable[[Transfer], int]) -> None:
+def misdirect(receiver: Receiver, offset: Callable[[View], int]) -> None:
     """Makes a receiver write elsewhere than planned."""
-    expected = receiver._unpacker._expected
-    for key, load in expected.items():
-        items = tuple(replace(item, write=replace(item.write, offset=offset(item))) for item in load.items)
-        expected[key] = replace(load, items=items)
+    batches = receiver._unpacker._batches
+    for key, batch in batches.items():
+        batches[key] = Batch(
+            tuple(replace(piece, view=replace(piece.view, offset=offset(piece.view))) for piece in batch.pieces)
+        )
 
 
 def shifted_write(packets: list[Packed], scene: Scene) -> list[Packed]:
-    """The receiver's own transfers point one element too far, behind the plan's back."""
-    misdirect(scene.receiver, lambda item: item.write.offset + 1)
+    """The receiver writes what does not begin its memory one element too early, behind the plan's back."""
+    misdirect(scene.receiver, lambda view: max(0, view.offset - 1))
     return packets
 
 
