@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from megatron_patches.refit.memory.packets import Packet, Packing
@@ -24,6 +24,7 @@ from megatron_patches.refit.transports.sending import SendingEnd, StagingSlot
 
 _IMPATIENT_S = 0.0005  # how long to poll without a pause, for work that takes a GPU less than this
 _PAUSE_S = 0.00005  # then, between polls
+_NO_MORE = object()
 
 
 class _Looks:
@@ -116,7 +117,7 @@ def receive_version(
     end: ReceivingEnd,
     timeout_s: float,
     check: Check,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Iterable[object] = (),
 ) -> None:
     """Receives and unpacks all packets of the version that ``unpacker`` has begun.
 
@@ -125,8 +126,8 @@ def receive_version(
         end: the receiving end of the links.
         timeout_s: seconds to wait for each packet.
         check: raises if another party has failed.
-        meanwhile: called once, when everything that is still missing is in flight. It runs in this thread, because
-            another thread that computes in Python would slow this one down.
+        meanwhile: work that does not need the bytes, in short steps. A step is done whenever nothing has arrived, in
+            this thread, because another thread that computes in Python would slow this one down.
 
     Raises:
         RefitError: if a packet is invalid or late, or ``check`` raises.
@@ -140,21 +141,18 @@ def _receive_version(
     end: ReceivingEnd,
     timeout_s: float,
     check: Check,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Iterable[object],
 ) -> None:
-    left = unpacker.expected
+    left, steps, steps_left = unpacker.expected, iter(meanwhile), True
     unpacking: deque[tuple[Packet, Pending[None]]] = deque()
     looks = _Looks()
     patience = Patience(timeout_s, lambda: end.awaited, check)
     while left or unpacking:
-        waiting = end.idle and not unpacking
+        waiting = end.idle and not unpacking and not steps_left
         found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=LOOK_AROUND_S if waiting else 0.0)
         if found is not None:
             unpacking.append((found[0], unpacker.accept(*found)))
             left -= 1
-        if meanwhile is not None and left == end.on_their_way:
-            meanwhile()
-            meanwhile = None
         ended = bool(unpacking) and unpacking[0][1].done()
         if ended:
             packet, pending = unpacking.popleft()
@@ -165,7 +163,9 @@ def _receive_version(
             patience = Patience(timeout_s, lambda: end.awaited, check)
             continue
         patience.tick()
-        if not waiting:
+        if steps_left:
+            steps_left = next(steps, _NO_MORE) is not _NO_MORE
+        elif not waiting:
             looks.nothing(check)
-    if meanwhile is not None:
-        meanwhile()
+    for _ in steps:
+        pass

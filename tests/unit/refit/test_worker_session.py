@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ class Party:
         step: int,
         linked: bool,
         make_memory: Callable[[], object],
-        meanwhile: Callable[[], None] | None,
+        meanwhile: Iterable[object],
         base: Callable[[], object],
     ) -> object:
         self.receiving = True
@@ -54,8 +54,8 @@ class Party:
         try:
             memory = make_memory()
             assert base() is None
-            if meanwhile is not None:
-                meanwhile()
+            for _ in meanwhile:
+                pass
             while not self.may_receive.wait(0.01):
                 if self.left.is_set():
                     raise PartyFailedError("it has left")
@@ -108,11 +108,12 @@ class Replacement:
     def __init__(self, *_: object) -> None:
         """Nothing."""
 
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        def do() -> None:
+    def __getattr__(self, name: str) -> Callable[[], Sequence[None]]:
+        def do() -> Sequence[None]:
             type(self).done.append(name)
             if name in type(self).refused:
                 raise MemoryError(f"no room to {name}")
+            return [None]  # of what is done in steps
 
         return do
 
