@@ -79,7 +79,8 @@ def default_exchange(group: ProcessGroup | None = None) -> Exchange:
 
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Exchange()
-    return GroupExchange(group)
+    exchange = GroupExchange(group)
+    return exchange if exchange.size > 1 else Exchange()
 
 
 def on_first[T](exchange: Exchange, work: Callable[[], T]) -> T:

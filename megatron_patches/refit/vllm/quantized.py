@@ -52,8 +52,11 @@ def check_scale_values(manifest: Manifest, arrived: Mapping[str, torch.Tensor]) 
     placements = [place for place in manifest.placements if is_scale(place.box.tensor)]
     if not placements:
         return
-    # All experts of a layer have one storage, and most storages have nothing but scales: few operations, one wait.
+    # Most storages have nothing but scales, and most scales are good: few operations, one wait.
     names = dict.fromkeys(place.view.storage for place in placements)
+    low, high = torch.stack(torch.aminmax(torch.cat([arrived[name] for name in names]))).tolist()
+    if 0.0 < low <= high < math.inf:
+        return
     lowest_and_highest = [torch.stack(torch.aminmax(arrived[name])) for name in names]
     bounds = torch.stack(lowest_and_highest).tolist()
     suspects = {name for name, (low, high) in zip(names, bounds, strict=True) if not 0.0 < low <= high < math.inf}
