@@ -4,6 +4,7 @@
 
     python -m benchmarks.run_all --gpus 4 --out bench-out --seconds 480
     python -m benchmarks.run_all --gpus 2 --jobs moe --systems none,etp_copy_engine --profile
+    python -m benchmarks.run_all --gpus 2 --jobs ours,theirs --precisions bf16,fp8_block,fp8_tensor
 
 The benchmark is a few jobs, the most important one first, each a `torchrun` of :mod:`benchmarks.train_step`. A job that
 dies or hangs loses the system that it was measuring: the report has the reason, and the job goes on without the system
@@ -27,7 +28,7 @@ from typing import Any
 from benchmarks.command_line import positive, positive_seconds
 from benchmarks.spawned import free_port
 from benchmarks.train_report import load, plot, table
-from benchmarks.train_shapes import SHAPES, SYSTEMS, obstacle
+from benchmarks.train_shapes import PRECISIONS, SHAPES, SYSTEMS, obstacle
 
 # Time for importing everything on all ranks, and for the first collectives.
 _START_S = 25.0
@@ -64,8 +65,8 @@ class Job:
     arguments: tuple[str, ...] = field(default=())
 
 
-def jobs(kinds: Sequence[str]) -> list[Job]:
-    """All jobs of the given kinds, the most important one first."""
+def jobs(kinds: Sequence[str], precisions: Sequence[str] = ("bf16",)) -> list[Job]:
+    """All jobs of the given kinds, the most important one first; each in all precisions, one after the other."""
     model, small = ("--shape", "llama8b-8l"), ("--shape", "small", "--steps", "20", "--longest", "0.5")
     experts = ("--shape", "qwen3-30b-a3b-6l", "--microbatches", "1", "--steps", "3", "--longest", "4")
     # A step takes seconds: few of them.
@@ -79,7 +80,13 @@ def jobs(kinds: Sequence[str]) -> list[Job]:
         Job("small-theirs", "small", _THEIRS, 120.0, small),
         *(Job(f"big-{system}", "big", (system,), 150.0, big) for system in _BIG),
     ]
-    return [job for job in every if job.kind in kinds]
+    return [_in(precision, job) for job in every if job.kind in kinds for precision in precisions]
+
+
+def _in(precision: str, job: Job) -> Job:
+    if precision == "bf16":
+        return job
+    return replace(job, name=f"{job.name}-{precision}", arguments=(*job.arguments, "--precision", precision))
 
 
 def possible(every: Sequence[Job], gpus: int, systems: Sequence[str] = tuple(SYSTEMS)) -> list[Job]:
@@ -276,9 +283,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=positive_seconds, default=1800.0, help="time limit for everything")
     parser.add_argument("--jobs", default=",".join(_KINDS), help=f"comma-separated: {', '.join(_KINDS)}")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated; ratios need none")
+    parser.add_argument("--precisions", default="bf16", help=f"comma-separated: {', '.join(PRECISIONS)}")
     parser.add_argument("--profile", action="store_true", help="write what a step costs, call by call, to OUT/profiles")
     options = parser.parse_args(arguments)
-    for what, given, known in (("job", options.jobs, _KINDS), ("system", options.systems, SYSTEMS)):
+    for what, given, known in (
+        ("job", options.jobs, _KINDS),
+        ("system", options.systems, SYSTEMS),
+        ("precision", options.precisions, PRECISIONS),
+    ):
         unknown = [name for name in given.split(",") if name not in known]
         if unknown:
             parser.error(f"--{what}s {unknown[0]}: there is no such {what}; choose from {', '.join(known)}")
@@ -288,7 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"The training benchmark cannot run here: {reason}. It needs NVIDIA GPUs on one host and the "
                  "packages of `pip install '.[megatron,te]'`.")  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = possible(jobs(options.jobs.split(",")), options.gpus, options.systems.split(","))
+    every = jobs(options.jobs.split(","), options.precisions.split(","))
+    chosen = possible(every, options.gpus, options.systems.split(","))
     run_jobs(chosen, options.out, begun + options.seconds, torchrun(options.gpus, profile=options.profile))
     summarise(options.out)
 
@@ -316,7 +329,7 @@ def _is_of(name: str, path: Path) -> bool:
 
 
 def _importance(path: Path) -> tuple[int, str]:
-    names = [job.name for job in jobs(_KINDS)]
+    names = [job.name for job in jobs(_KINDS, tuple(PRECISIONS))]
     known = [index for index, name in enumerate(names) if _is_of(name, path)]
     return (known[0] if known else len(names), path.stem)
 

@@ -26,7 +26,10 @@ communication".
 GiB held: between two steps, symmetric memory included; closed form: docs/performance.md. exposed, idle: milliseconds of
 a traced step on rank 0 in which communication ran and no compute kernel did, and in which nothing ran. A graph's
 kernels are on other streams than they were captured on, so what is exposed cannot be told from its trace."""
-# Of a column that stands in tables of reports that have it: those of earlier versions do not.
+# Of columns that stand in tables of reports that have them: those of earlier versions do not, or all are in bf16.
+_BF16_HEAD = "of bf16"
+_BF16_NOTE = """\
+of bf16: the step's time, divided by that of the same system in bf16."""
 _MOVED_HEAD = "bytes/element"
 _MOVED_NOTE = """\
 bytes/element: gathered and reduced for each element of a weight in each microbatch, as ETP counts them; N GPUs send
@@ -49,6 +52,7 @@ class Row:
         rounds: how many measurements there were.
         ratio: to "none", to its graph for a graph; None if there is nothing to compare with.
         eager_ratio: to eager "none".
+        bf16_ratio: to the same system and model in bf16, among the same reports; None if it is bf16 or has none.
         calculated: whether "none" was calculated.
         tokens: a second and GPU.
         tflops: of the model, a GPU; recomputation would not count.
@@ -71,6 +75,7 @@ class Row:
     rounds: int
     ratio: float | None
     eager_ratio: float | None
+    bf16_ratio: float | None
     calculated: bool
     tokens: float
     tflops: float
@@ -115,6 +120,7 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
         rounds=len(result["milliseconds"]),
         ratio=ms / like if like else None,
         eager_ratio=ms / eager if eager else None,
+        bf16_ratio=_bf16_ratio(result, report, reports),
         calculated=calculated,
         tokens=shape["micro_batch"] * shape["sequence"] * microbatches / ms * 1e3,
         tflops=report["flops_per_microbatch"] * microbatches / ms / 1e9,
@@ -132,8 +138,26 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
 def model_of(report: dict[str, Any]) -> str:
     """The name of the shape that a report is about, with its precision if that is not bf16."""
     name: str = report.get("shape_name") or report["options"]["shape"]
-    precision: str = report.get("options", {}).get("precision", "bf16")
+    precision = _precision_of(report)
     return name if precision == "bf16" else f"{name}, {precision}"
+
+
+def _precision_of(report: dict[str, Any]) -> str:
+    precision: str = report.get("options", {}).get("precision", "bf16")
+    return precision
+
+
+def _bf16_ratio(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[str, Any]]) -> float | None:
+    """What a result takes of the time that the same takes in bf16, in the first report that has it."""
+    if _precision_of(report) == "bf16":
+        return None
+    same = ("device", "gpus", "shape")
+    for other in reports:
+        if _precision_of(other) == "bf16" and all(other.get(key) == report.get(key) for key in same):
+            in_bf16 = _medians(other).get((result["system"], result["microbatches"]))
+            if in_bf16:
+                return float(result["median"]) / in_bf16
+    return None
 
 
 def _medians(report: dict[str, Any], of: str = "median") -> dict[tuple[str, int], float]:
@@ -154,9 +178,13 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, then what the columns mean, then what failed."""
     found = rows(reports)
     head, cells, notes = list(_HEAD), [_cells(row) for row in found], NOTES
-    if any(row.bytes_per_element is not None for row in found):
-        head, notes = [*head, _MOVED_HEAD], f"{NOTES}\n{_MOVED_NOTE}"
-        cells = [[*line, _text(row.bytes_per_element, 4)] for line, row in zip(cells, found, strict=True)]
+    for title, note, digits, values in (
+        (_BF16_HEAD, _BF16_NOTE, 3, [row.bf16_ratio for row in found]),
+        (_MOVED_HEAD, _MOVED_NOTE, 4, [row.bytes_per_element for row in found]),
+    ):
+        if any(value is not None for value in values):
+            head, notes = [*head, title], f"{notes}\n{note}"
+            cells = [[*line, _text(value, digits)] for line, value in zip(cells, values, strict=True)]
     lines = [_line(head), "|" + "---|" * len(head), *map(_line, cells)]
     failed: dict[tuple[str, str], list[str]] = {}
     for report in reports:

@@ -6,14 +6,16 @@ is sharded.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tests.integration.megatron_run import Trajectory
+from tests.integration.megatron_run import PRETRAIN_GPT, Trajectory
 from tests.support import te_apart
 from tests.support.te_site import add_fp8_kernels
 
@@ -85,12 +87,17 @@ def _patch_megatron() -> None:
 
     torch.cuda.get_device_capability = lambda *_: (_GPU.major, _GPU.minor)
     torch.cuda.is_current_stream_capturing = lambda: False
+    # Gathers of a tensor's data and scales, which gloo cannot make together, are made one after the other.
+    done = SimpleNamespace(wait=lambda: None)
+    mock.patch.object(torch.distributed, "_coalescing_manager", return_value=contextlib.nullcontext(done)).start()
     TESpecProvider.core_attention = lambda _: DotProductAttention
     TESpecProvider.layer_norm = lambda _, *__, **___: WrappedTorchNorm
     gpt_layer_specs.TENorm = WrappedTorchNorm
 
 
-def train(rank: int, world_size: int, arguments: tuple[str, ...], shim: str) -> tuple[Trajectory, set[str]]:
+def train(
+    rank: int, world_size: int, arguments: tuple[str, ...], shim: str, script: Path = PRETRAIN_GPT
+) -> tuple[Trajectory, set[str]]:
     """:func:`tests.integration.megatron_run.train`, and the classes of the layers that had sharded weights."""
     prepare(shim)
     from megatron.training import training
@@ -109,4 +116,4 @@ def train(rank: int, world_size: int, arguments: tuple[str, ...], shim: str) -> 
         return result
 
     with mock.patch.object(training, "setup_model_and_optimizer", noting_setup):
-        return megatron_run.train(rank, world_size, arguments), classes
+        return megatron_run.train(rank, world_size, arguments, script), classes

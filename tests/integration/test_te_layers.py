@@ -44,6 +44,8 @@ CHOSEN = {
     "fp8_blockwise_overlapped": DENSE,
     "fp8_blockwise_ends_in_bf16": DENSE,
     "fp8_blockwise_experts": DENSE | GROUPED,
+    "fp8_blockwise_experts_ep2": DENSE | GROUPED,
+    "fp8_blockwise_tp2": DENSE,
     "fp8_blockwise_stages": DENSE,
     "fp8_blockwise_accumulated": DENSE,
     "fp8_blockwise_vpp": DENSE,
@@ -80,7 +82,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronPool]
 def train(megatron: MegatronPool, case: Case, *flags: str) -> tuple[list[Trajectory], set[str]]:
     arguments = (*case.stock_arguments, *SHORT.split(), *flags)
     arguments += ("--moe-grouped-gemm",) if MOE in case.common else ()
-    answers = megatron.run(te_on_cpu.train, case.ranks, 240.0, (arguments, str(SHARED)))
+    answers = megatron.run(te_on_cpu.train, case.ranks, 240.0, (arguments, str(SHARED), case.script))
     return [trajectory for trajectory, _ in answers], set.union(*(classes for _, classes in answers))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
+from unittest import mock
 from weakref import WeakSet
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
+from etp.collectives.c10d import C10dTransport
 from etp.formats import Quantization, WeightFormat
 from etp.layout import ShardLayout
 from etp.stack import Stack
@@ -177,6 +179,44 @@ def gathered_in_a_format(
                 wanted = wanted @ weight.t()[:, :COLUMNS]
         right.append(torch.equal(found, wanted))
     return right, sum(runtime.counters.gather_bytes.values()), expected
+
+
+def exchanges_between_steps(rank: int, world_size: int, reuse: bool) -> list[tuple[int, int]]:
+    """After each of two steps with three microbatches: how often weights were quantized, and ranks told scales."""
+    del world_size
+    model = nn.Sequential(*(Layer(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)))
+    config = etp.EtpConfig(pad_for_alignment=4, reuse_across_forwards=reuse, transport="c10d")
+    etp.shard_module(model, dist.group.WORLD, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    with (
+        mock.patch.object(_Bytes, "cast", autospec=True, side_effect=_Bytes.cast) as casts,
+        mock.patch.object(C10dTransport, "exchange", autospec=True, side_effect=C10dTransport.exchange) as exchanges,
+    ):
+        for _ in range(2):
+            for layer in model:
+                layer.format_ = Bytes()
+            for _ in range(3):
+                with torch.no_grad():
+                    model(torch.full((5, COLUMNS), float(rank)))
+            counts.append((casts.call_count, exchanges.call_count))
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    return counts
+
+
+def slots_within_a_budget(rank: int, world_size: int, budget: int) -> tuple[int, int]:
+    """A pass in a format where ``budget`` weights may stay. Returns the bytes of slots, and of a weight."""
+    model = nn.Sequential(*(Layer(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)))
+    nbytes = ShardLayout((ROWS, COLUMNS), world_size, 4).padded_rows * COLUMNS
+    config = etp.EtpConfig(pad_for_alignment=4, prefetch_depth=0, resident_bytes=budget * nbytes)
+    etp.shard_module(model, dist.group.WORLD, config=config)
+    for layer in model:
+        layer.format_ = Bytes()
+    with torch.no_grad():
+        model(torch.ones(5, COLUMNS))
+    return etp.resident_nbytes(model)["gather_slots"], nbytes
 
 
 def phases_of_an_example(rank: int, world_size: int, example: str) -> list[bool]:

@@ -30,6 +30,20 @@ def test_a_layer_that_leaves_a_format_keeps_no_copies(reuse: bool) -> None:
         assert right == [True] * 7
 
 
+@pytest.mark.parametrize(("reuse", "times"), [(True, 1), (False, 3)])
+def test_all_scales_are_exchanged_together_and_once_a_step(reuse: bool, times: int) -> None:
+    """Of a step with three forward passes, each of which may find other weights unless the engine may reuse them."""
+    counts = [(times, times), (2 * times, 2 * times)]
+    assert run_distributed(bodies.exchanges_between_steps, 2, args=(reuse,)) == [counts] * 2
+
+
+@pytest.mark.parametrize(("budget", "slots"), [(0, 1), (1, 2), (bodies.LAYERS, bodies.LAYERS)])
+def test_weights_that_stay_count_in_bytes_of_the_format(budget: int, slots: int) -> None:
+    """In fp32, as these weights are stored, the largest of these budgets is less than one of them."""
+    for found, nbytes in run_distributed(bodies.slots_within_a_budget, 2, args=(budget,)):
+        assert found == slots * nbytes
+
+
 def test_replays_see_a_change_of_any_layer() -> None:
     """A part that is captured into a CUDA graph reads what was published last."""
     assert run_distributed(bodies.published_after_changes, 2) == [[True] * bodies.LAYERS] * 2

@@ -59,5 +59,8 @@ def add_fp8_kernels() -> None:
             target[:kept] = part[:kept]
             target[kept:] = 0
 
-    tex.fp8_transpose, tex.split_quantize = transpose, split
+    def swap(blocks: torch.Tensor, *, out: torch.Tensor) -> None:
+        out.copy_(blocks.transpose(0, 1))
+
+    tex.fp8_transpose, tex.split_quantize, tex.swap_first_dims = transpose, split, swap
     tex.fused_multi_row_padding = tex.fused_multi_row_unpadding = repad

@@ -128,6 +128,25 @@ def test_bytes_that_were_counted_are_in_a_column_of_their_own() -> None:
     assert [line for line in lines if line.startswith("bytes/element: ")]
 
 
+def test_times_in_fp8_are_compared_with_those_in_bf16_of_the_same_model_and_machine() -> None:
+    assert "of bf16" not in table([OURS])
+    in_fp8 = {"precision": "fp8_block"}
+    measured = result("none", 1, 80.0), result("etp_copy_engine", 1, 88.0), result("fsdp2", 1, 99.0)
+    fp8 = report(*measured, options=in_fp8)
+    found = rows([OURS, fp8, report(result("etp_copy_engine", 1, 200.0))])
+    assert [row.bf16_ratio for row in found if row.model != "llama8b-8l"] == pytest.approx([0.8, 0.8, None])
+    assert {row.bf16_ratio for row in found if row.model == "llama8b-8l"} == {None}
+    lines = [line for line in table([OURS, fp8]).splitlines() if line.startswith("| ") and "fp8_block" in line]
+    assert [line.removesuffix(" |").split(" | ")[-1].strip() for line in lines] == ["0.800", "0.800", ""]
+    alone = result("none", 1, 80.0)
+    for other in (
+        report(alone, options=in_fp8, gpus=2),
+        report(alone, options=in_fp8, device="NVIDIA H100"),
+        report(alone, options=in_fp8, shape="small"),
+    ):
+        assert {row.bf16_ratio for row in rows([OURS, other])} == {None}
+
+
 def test_a_system_that_was_built_and_never_timed_has_no_row() -> None:
     broken = report(result("none", 1, 100.0), result("tp", 1, 1.0, milliseconds=[], median=None))
     assert [row.system for row in rows([broken])] == ["none"]

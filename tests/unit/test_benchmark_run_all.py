@@ -140,6 +140,23 @@ def test_jobs_come_in_order_of_importance_and_know_their_systems() -> None:
     assert [job.name for job in jobs(["small"])] == ["small-ours", "small-theirs"]
 
 
+def test_jobs_of_several_precisions_follow_each_other() -> None:
+    every = jobs(["ours", "moe"], ["bf16", "fp8_block"])
+    assert [job.name for job in every] == [
+        *("ours", "ours-fp8_block"),
+        *("moe-ours", "moe-ours-fp8_block", "moe-theirs", "moe-theirs-fp8_block"),
+    ]
+    assert every[1].arguments == (*every[0].arguments, "--precision", "fp8_block")
+    assert every[1].systems == every[0].systems
+
+
+def test_an_unknown_precision_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_all", "--precisions", "bf16,fp4"])
+    with pytest.raises(SystemExit):
+        run_all.main()
+    assert "--precisions fp4: there is no such precision; choose from bf16, fp8_block" in capsys.readouterr().err
+
+
 def test_jobs_are_left_with_what_is_wanted_and_can_run() -> None:
     moe = jobs(["moe"])
     assert "etp_copy_engine_ep2" in moe[0].systems
@@ -234,6 +251,16 @@ def test_a_summary_is_made_of_whatever_was_written(tmp_path: Path, capsys: pytes
     summarise(tmp_path)
     assert "not run: the time was up" in (tmp_path / "table.md").read_text()
     assert "no plot: these reports have no results" in capsys.readouterr().out
+
+
+def test_a_summary_shows_precisions_beside_each_other(tmp_path: Path) -> None:
+    for name, ms, options in (("theirs", 99.0, {}), ("ours-fp8_block", 80.0, {"precision": "fp8_block"})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report(result("none", 1, ms), options=options)))
+    (tmp_path / "ours.json").write_text(json.dumps(report(result("none", 1, 100.0))))
+    summarise(tmp_path)
+    lines = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| no comm")]
+    assert [line.split(" | ")[4] for line in lines] == ["100.0", "80.0", "99.0"]
+    assert [line.split(" | ")[-1] for line in lines] == [" |", "0.800 |", " |"]
 
 
 def test_a_mixture_of_experts_has_a_plot_of_its_own(tmp_path: Path) -> None:
