@@ -24,7 +24,7 @@ class Bars(Progress):
         self._say(task)
         return task
 
-    def update(self, task_id: TaskID, **changes: Any) -> None:  # type: ignore[override]
+    def update(self, task_id: TaskID, **changes: Any) -> None:
         """Change a task."""
         super().update(task_id, **changes)
         if time.monotonic() - self._said >= _EVERY_S:
