@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class Row:
 
     Attributes:
         case: model and meshes.
-        way: its name.
+        way: its name; with the number of its run if the case has several.
         seconds: by part; ``push`` is the whole.
         prepare_s: once, before the first push; None for a way that prepares nothing.
         gb_per_s: into all workers while bytes moved.
@@ -56,11 +57,18 @@ class Row:
 
 
 def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
-    """All ways of all runs that did not fail."""
+    """All ways of all runs that did not fail.
+
+    A case of several runs has their numbers beside its ways: runs without a server are numbered in the order of
+    ``reports``, and so are runs with one.
+    """
+    cases = [_case(report["options"]) for report in reports]
+    numbers = Counter[bool]()
     found = []
-    for report in reports:
-        options = report["options"]
-        case = f"{options['model']}, {options['trainer']} to {options.get('engine') or _workers(options)}"
+    for report, case in zip(reports, cases, strict=True):
+        into_server = "engine" not in report["options"]
+        numbers[into_server] += 1
+        run = f", run {numbers[into_server]}" if cases.count(case) > 1 else ""
         for item in report["outcomes"]:
             if item["failure"]:
                 continue
@@ -72,7 +80,7 @@ def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
             found.append(
                 Row(
                     case=case,
-                    way=WAYS.get(item["way"], item["way"]),
+                    way=WAYS.get(item["way"], item["way"]) + run,
                     seconds=seconds,
                     prepare_s=item["prepare_s" if has_server else "plan_s"] or None,
                     gb_per_s=item["nbytes"] / moved / 1e9 if has_server else item["gb_per_s"],
@@ -84,6 +92,10 @@ def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
                 )
             )
     return found
+
+
+def _case(options: Mapping[str, str]) -> str:
+    return f"{options['model']}, {options['trainer']} to {options.get('engine') or _workers(options)}"
 
 
 def _mib(nbytes: int | None) -> float | None:
@@ -152,7 +164,7 @@ def plot(found: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(len(cases), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, case in zip(axes, cases, strict=True):
         here = [row for row in found if row.case == case]
-        places = range(len(here))  # not by way, of which a case may have several runs
+        places = range(len(here))
         left = [0.0] * len(here)
         for part in PARTS:
             widths = [1e3 * row.seconds.get(part, 0.0) for row in here]

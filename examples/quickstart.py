@@ -26,15 +26,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from examples import loss_curve
+from examples.progress import Bars
 from examples.serving import Server, serve, write_byte_tokenizer
 from examples.vllm_process import ServerError
 
 if TYPE_CHECKING:
     import torch
+    from rich.progress import Progress
 
 EXAMPLES = Path(__file__).resolve().parent
 RANKS, SHARDS = 4, 2
@@ -81,7 +83,7 @@ class Summary:
         parameters: number of parameters of the whole model.
         logits_difference: largest difference between Megatron's logits and the export's.
         seconds: duration of each phase.
-        pushes: report of each push into vLLM.
+        pushes: for each push into vLLM, where the weights came from and its report.
         written: text that vLLM generated, with the weights that it had at that time.
     """
 
@@ -91,7 +93,7 @@ class Summary:
     parameters: int = 0
     logits_difference: float = float("nan")
     seconds: dict[str, float] = field(default_factory=dict)
-    pushes: list[str] = field(default_factory=list)
+    pushes: list[tuple[str, str]] = field(default_factory=list)
     written: list[tuple[str, str]] = field(default_factory=list)
 
     @contextmanager
@@ -194,7 +196,7 @@ def push(folder: Path, server: Server, summary: Summary) -> None:
     arguments = ("--load", str(folder / "checkpoint"), "--etp-size", str(SHARDS), "--engines", server.url)
     for line in run(torchrun(SHARDS, "-m", "megatron_patches.refit", "push", *arguments), folder / "push.log"):
         if line.startswith("version "):
-            summary.pushes.append(line.strip())
+            summary.pushes.append(("the checkpoint", line.partition(" (")[0].strip()))
 
 
 def train_on(folder: Path, iterations: int, server: Server, summary: Summary) -> None:
@@ -205,7 +207,7 @@ def train_on(folder: Path, iterations: int, server: Server, summary: Summary) ->
     command = training_command(folder, total, *resumed, *refit)
     for line in run(command, folder / "train_on.log"):
         if match := _PUSH.search(line):
-            summary.pushes.append(match[1])
+            summary.pushes.append(("the training run", match[1]))
 
 
 def serve_and_push(folder: Path, iterations: int, progress: Progress, summary: Summary) -> None:
@@ -310,6 +312,8 @@ def show(console: Console, summary: Summary, text: str, folder: Path) -> None:
         console.rule(f"what vLLM writes: {weights}")
         console.print(PROMPT + written.rstrip(), markup=False, highlight=False)
     table = Table(title=f"ETP {SHARDS} x DP {RANKS // SHARDS} on {RANKS} processes", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path must be whole
     table.add_row("training loss, first and last", f"{summary.losses[0]:.3f} -> {summary.losses[-1]:.3f}")
     table.add_row("loss on held-out files", f"{summary.validation:.3f}")
     with_etp = summary.shard_parameters * BYTES_PER_PARAMETER
@@ -319,8 +323,8 @@ def show(console: Console, summary: Summary, text: str, folder: Path) -> None:
         f"{with_etp / 1e6:.2f} MB, without ETP {without / 1e6:.2f} MB ({with_etp / without:.0%})",
     )
     table.add_row("largest difference of logits, Megatron and export", f"{summary.logits_difference:.1e}")
-    for line in summary.pushes:
-        table.add_row("pushed into vLLM", line)
+    for source, line in summary.pushes:
+        table.add_row(f"pushed into vLLM from {source}", line)
     if (folder / "loss.png").exists():
         table.add_row("picture of the loss", str(folder / "loss.png"))
     for name, seconds in summary.seconds.items():
@@ -363,7 +367,7 @@ def main() -> int:
         TextColumn("{task.fields[note]}"),
     )
     try:
-        with Progress(*columns, console=console) as progress:
+        with Bars(*columns, console=console) as progress:
             with summary.phase("prepare the data"), step(progress, "data"):
                 command = [sys.executable, str(EXAMPLES / "prepare_bytes.py"), "--output", str(folder / "data/stdlib")]
                 for _ in run(command, folder / "data.log"):

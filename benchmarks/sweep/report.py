@@ -136,7 +136,10 @@ def plot(candidates: Sequence[Candidate], model: Model, training: Training, file
     from matplotlib import pyplot as plt
 
     names = [str(one.parallel) for one in candidates]
-    figure, (memory, speed) = plt.subplots(1, 2, sharey=True, figsize=(11, 1 + 0.32 * len(names)), layout="constrained")
+    gpus = candidates[0].parallel.gpus
+    figure, (memory, speed) = plt.subplots(
+        1, 2, sharey=True, figsize=(11, 1.3 + 0.32 * len(names)), layout="constrained"
+    )
     places = list(range(len(names)))
     left = Counter[str]()
     for purpose in dict.fromkeys(purpose for one in candidates for purpose in one.memory):
@@ -153,12 +156,13 @@ def plot(candidates: Sequence[Candidate], model: Model, training: Training, file
         if outcome.gib is not None:
             memory.plot(outcome.gib, place, "ko")
     speed.plot([], [], "o", color="tab:green", label="measured")
+    memory.plot([], [], "ko", label="measured")
     memory.set_yticks(places, names, fontsize=7)
     memory.invert_yaxis()
-    memory.set(xlabel="GiB of a rank at a step's peak")
-    speed.set(xlabel="tokens/s of a GPU")
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside upper left", ncols=4, fontsize=7)
-    figure.legend(*speed.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=7)
+    memory.set(title=f"memory of parallel configurations of {gpus} GPUs", xlabel="GiB of a rank at a step's peak")
+    speed.set(title="and their speed", xlabel="tokens/s of a GPU")
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower left", ncols=5, fontsize=7)
+    figure.legend(*speed.get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize=7)
     figure.savefig(file, dpi=100)
     plt.close(figure)
 

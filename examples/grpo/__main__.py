@@ -20,19 +20,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from examples.grpo import sums
 from examples.grpo.report import Reader, Step, plot, table
 from examples.grpo.servers import start_servers
+from examples.progress import Bars
 from examples.quickstart import QuickstartError, quiet, run, torchrun
 from examples.vllm_process import ServerError, visible_gpus
 from megatron_patches.refit.checkpoints.hf_flags import model_flags
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.config_traits import read_config
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1234
@@ -251,7 +255,7 @@ def main() -> int:
     number = options.engines + (options.kl is not None)
     try:
         with (
-            Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console) as progress,
+            Bars(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console) as progress,
             start_servers(
                 folder / "vllm", options.config, LENGTH, number, options.engine_gpus, options.engine_python
             ) as servers,

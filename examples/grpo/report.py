@@ -145,7 +145,7 @@ def plot(runs: Mapping[str, Sequence[Step]], file: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (rewards, kl, seconds) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    figure, (rewards, kl, seconds) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for name, steps in runs.items():
         numbers = [step.number for step in steps]
         (line,) = rewards.plot(numbers, [step.reward for step in steps], label=f"{name}: reward")
@@ -160,6 +160,6 @@ def plot(runs: Mapping[str, Sequence[Step]], file: Path) -> None:
     seconds.stackplot([step.number for step in steps], by_phase, labels=PHASES)
     seconds.set(title=f"seconds per step ({next(iter(runs))})", xlabel="step")
     for axes in (rewards, kl, seconds):
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # hides no line
     figure.savefig(file, dpi=100)
     plt.close(figure)

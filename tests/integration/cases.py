@@ -55,6 +55,7 @@ GPU = "--bf16 --transformer-impl transformer_engine --attention-backend unfused 
 UNFUSED_ACCUMULATION = "--no-gradient-accumulation-fusion"
 COUNT_ZEROS = "--log-num-zeros-in-grad"
 LOG_NORM = "--log-params-norm"
+OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 # Experts are whole on a rank, where attention is cut.
 EP2_TP2 = (
@@ -256,6 +257,15 @@ CASES = (
         "--etp-size 2",
         common="--pipeline-model-parallel-size 2 --overlap-grad-reduce --mtp-num-layers 1 --decoupled-lr 2e-3",
     ),
+    # The MTP layer shares the embedding and the output layer with the model, so each is visited twice in a pass.
+    Case("etp2_mtp", 2, "--etp-size 2", common="--mtp-num-layers 1"),
+    Case(
+        "dp2_etp2_mtp_overlapped",
+        4,
+        "--etp-size 2",
+        common=f"--mtp-num-layers 1 {OVERLAPPED} --ddp-bucket-size 9000",
+        variant=True,
+    ),
     Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2", variant=True),
     Case(
         "pp2_etp2_interleaved",
@@ -403,6 +413,14 @@ CASES = (
         common=f"{MOE} --moe-shared-expert-intermediate-size 64",
         variant=True,
     ),
+    # All of Megatron's overlaps that experts on two replicas may have at once.
+    Case(
+        "moe_dp2_overlapped",
+        4,
+        "--etp-size 2 --expert-etp-size 2 --moe-shared-expert-overlap",
+        common=f"{MOE} --moe-shared-expert-intermediate-size 64 {OVERLAPPED} --ddp-bucket-size 9000",
+        variant=True,
+    ),
     # Experts on two ranks, each whole on both without shards.
     Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE, variant=True),
     Case(
@@ -513,8 +531,20 @@ CASES = (
         "moe_exchange_overlapped",
         4,
         "--etp-size 2 --expert-etp-size 2",
-        common=f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
-        gpu_only="Megatron overlaps the exchange of tokens by a CUDA stream",
+        common=f"{MOE} --bf16 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+        tolerance=BF16_TOLERANCE,
+        variant=True,
+    ),
+    # Overlapped reductions beside it are for interleaved stages alone.
+    Case(
+        "moe_pp2_dp2_all_overlapped",
+        8,
+        "--etp-size 2",
+        model=LLAMA.replace("--num-layers 2", "--num-layers 4"),
+        common=f"{MOE} --bf16 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm {OVERLAPPED} "
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        tolerance=BF16_TOLERANCE,
+        variant=True,
     ),
     Case(
         "cp2_etp2",

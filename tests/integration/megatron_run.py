@@ -256,6 +256,7 @@ def _take_down(chunks: list[Any]) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars, training
 
     # A rank that has these times reduces them over all ranks, and one that starts its first training has none yet.
@@ -263,7 +264,9 @@ def _take_down(chunks: list[Any]) -> None:
     global_vars.unset_global_variables()
     unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
-    destroy_moe_metrics_tracker()  # it has room for as many layers as the first model had
+    # These have room for as many layers as the first model had.
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, torch.distributed.ProcessGroup):
