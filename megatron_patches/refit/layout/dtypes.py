@@ -45,6 +45,17 @@ _EXACTLY_IN: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 
+_PLAIN = frozenset({*FLOAT_DTYPES, "float64"})
+
+
+def is_encoded_in_one(dtype: str, other: str) -> bool:
+    """Whether exactly one of two dtypes, such as one of FP8 or INT8, encodes a weight together with scales.
+
+    A conversion between them, exact or not, would make another number of it.
+    """
+    return (dtype in _PLAIN) != (other in _PLAIN)
+
+
 def holds(dtype: str, other: str) -> bool:
     """Whether ``dtype`` can hold every value of ``other``, so that converting to it loses nothing."""
     return dtype == other or dtype in _EXACTLY_IN.get(other, ())

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -346,6 +347,26 @@ def test_a_module_is_quantized_under_its_own_names() -> None:
         data, scales = reference(state[name], power_of_two=True)
         assert torch.equal(sent(name).view(torch.uint8), data)
         assert torch.equal(sent(scales_of(name)), scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float64])
+@pytest.mark.parametrize("weight_format", [WeightFormat.FP8_BLOCK, WeightFormat.FP8_BLOCK_FP32_SCALES])
+def test_a_weight_that_is_quantized_already_without_scales_of_blocks_is_refused_by_name(
+    dtype: torch.dtype, weight_format: WeightFormat
+) -> None:
+    """As with one scale for the tensor, under another name."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    layer: Any = model.layers[0]
+    layer.up = torch.nn.Module()
+    layer.up.register_buffer("weight", torch.ones(8, 8).to(dtype))
+    layer.up.register_buffer("weight_scale", torch.ones(1))
+    source = Fp8BlockSource(ModuleSource(model, {}), weight_format, Exchange())
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        RefitError, match=rf"^layers\.0\.up\.weight is {name} and has no layers\.0\.up\.weight_scale_inv; only weights"
+    ):
+        source.describe(0)
 
 
 def test_what_is_quantized_follows_the_published_checkpoints() -> None:
