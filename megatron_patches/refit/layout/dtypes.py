@@ -45,15 +45,15 @@ _EXACTLY_IN: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 
-_PLAIN = frozenset({*FLOAT_DTYPES, "float64"})
+_ENCODED = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8"})
 
 
-def is_encoded_in_one(dtype: str, other: str) -> bool:
-    """Whether exactly one of two dtypes, such as one of FP8 or INT8, encodes a weight together with scales.
+def are_encoded_apart(dtype: str, other: str) -> bool:
+    """Whether two dtypes differ, and one encodes weights together with scales.
 
-    A conversion between them, exact or not, would make another number of it.
+    A conversion between them, exact or not, would make another number of a weight.
     """
-    return (dtype in _PLAIN) != (other in _PLAIN)
+    return dtype != other and not _ENCODED.isdisjoint((dtype, other))
 
 
 def holds(dtype: str, other: str) -> bool:

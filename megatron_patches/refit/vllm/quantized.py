@@ -15,7 +15,7 @@ import torch
 
 from megatron_patches.refit.errors import ModelMismatchError, TransferError
 from megatron_patches.refit.layout.boxes import TensorSpec
-from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES, is_encoded_in_one
+from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES, are_encoded_apart
 from megatron_patches.refit.layout.manifest import Manifest, Placement
 from megatron_patches.refit.layout.weight_format import BLOCK, QUANTIZED, blocks_of, is_scale, scales_of
 from megatron_patches.refit.vllm.recording import Recording, record_loading
@@ -138,7 +138,7 @@ def _check_formats(recording: Recording, parameters: Mapping[str, torch.Tensor],
     trained = {spec.name: spec.dtype for spec in tensors}
     for record in recording.copies:
         sent, kept = trained[record.tensor], str(parameters[record.storage].dtype).removeprefix("torch.")
-        if is_encoded_in_one(sent, kept):
+        if are_encoded_apart(sent, kept):
             raise ModelMismatchError(
                 f"{record.tensor} is {sent} in the trainer and {kept} in the engine ({record.storage}); choose the "
                 "weight format of the push by the engine's checkpoint, or start the engine from what `refit export` "

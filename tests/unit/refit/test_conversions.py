@@ -371,6 +371,7 @@ def test_a_flipped_bit_is_caught_before_anything_is_converted() -> None:
         ("float8_e8m0fnu", "float32"),
         ("int8", "bfloat16"),
         ("float32", "int8"),
+        ("float8_e5m2", "float8_e4m3fn"),
     ],
 )
 def test_weights_that_one_side_alone_quantizes_are_no_conversion(sent: str, kept: str, allow_narrowing: bool) -> None:
