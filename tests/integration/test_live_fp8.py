@@ -128,7 +128,11 @@ def test_an_engine_of_two_ranks_holds_what_one_of_the_exported_checkpoint_does(t
 def test_an_engine_that_quantizes_what_it_loads_holds_and_answers_what_a_fresh_one_does(
     config: dict[str, Any], quantization: str, workers: int, tmp_path: Path
 ) -> None:
-    """Pushes in bfloat16, beside, and in place as deltas; a commit that fails half done, and blocks, change nothing."""
+    """Pushes in bfloat16, beside, and in place as deltas.
+
+    A commit that fails half done, a weight that is no number, of which its scale would be one, and blocks change
+    nothing.
+    """
     trained = WeightFormat.TRAINED
     options = {"quantization": quantization, "tensor_parallel_size": workers}
     paths = {seed: export(config, tmp_path, trained, seed) for seed in (1, 2)}
@@ -136,19 +140,22 @@ def test_an_engine_that_quantizes_what_it_loads_holds_and_answers_what_a_fresh_o
         first = After(one.connect().parameters(), one.connect().log_probabilities(PROMPTS))
     with host(paths[2], tmp_path / "second", **options) as engine:
         second = After(engine.connect().parameters(), engine.connect().log_probabilities(PROMPTS))
-        steps = [Step(1), Step(2, "apply"), Step(2)]
+        steps = [Step(1), Step(2, "nan"), Step(2, "apply"), Step(2)]
         pushed = push(config, TrainerMesh(etp=2), engine, 1, steps, weight_format=trained)
-        steps = [Step(1), Step(2, "replace"), Step(2)]
+        steps = [Step(1), Step(2, "nan"), Step(2, "replace"), Step(2)]
         delta = {"memory": MemoryMode.IN_PLACE, "payload": PayloadKind.DELTA}
         pushed += push(config, ALONE, engine, 9, steps, weight_format=trained, **delta)
         (blocks,) = push(config, ALONE, engine, 20, [Step(1)])
         after = After(engine.connect().parameters(), engine.connect().log_probabilities(PROMPTS))
     assert first.parameters != second.parameters
-    held = [first, first, second, first, first, second, second]
+    held = [first, first, first, second, first, first, first, second, second]
     assert [(one.parameters, one.answers) for one in [*pushed, after]] == [
         (one.parameters, one.answers) for one in held
     ]
     assert len([one.reason for one in pushed if "failed to replace its weights" in one.reason]) == 2
+    unusable = [one.reason for one in pushed if "has a weight of nan; this engine quantizes weights" in one.reason]
+    assert len(unusable) == 2
+    assert not any("\n" in reason for reason in unusable)
     assert "q_proj.weight is float8_e4m3fn in the trainer and bfloat16 in the engine" in blocks.reason
 
 

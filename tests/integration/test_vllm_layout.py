@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import (
     BLOCK,
     QUANTIZED,
+    Shape,
     blocks_of,
     is_scale,
     quantization_config,
@@ -256,3 +260,88 @@ def test_scales_of_blocks_lie_where_their_weights_do(tmp_path: Path) -> None:
     (found,) = run_distributed(compare_in_fp8, 1, None, 360.0, args=(str(tmp_path),), fresh=True)
     assert len(found) == 2 * 5
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def trained_as(
+    specs: list[TensorSpec], weight: str, dtype: str, scales: str = "", shape: Shape = ()
+) -> list[TensorSpec]:
+    """The same tensors, with one weight in another type, and perhaps scales of it."""
+    found = [replace(spec, dtype=dtype) if spec.name == weight else spec for spec in specs]
+    return [*found, TensorSpec(weight + scales, shape, "float32")] if scales else found
+
+
+def recipes_of(config: dict[str, object]) -> dict[str, tuple[list[TensorSpec], dict[str, list[TensorSpec]]]]:
+    """By the format of an engine: what it takes, and trainers of other recipes, for a linear layer and an expert."""
+    family = family_from_config(config)
+    shapes = family.shapes()
+    plain = agree_on_tensors(shapes, [trainer_manifest(family, TrainerMesh(), 0)])
+    names = quantized_weights(shapes)
+    dtypes = {spec.name: spec.dtype for spec in plain} | dict.fromkeys(names, QUANTIZED)
+    blocks = [TensorSpec(name, shape, dtypes.get(name, "float32")) for name, shape in with_scales(shapes).items()]
+    ours: dict[str, list[TensorSpec]] = {"blocks": blocks}
+    theirs: dict[str, list[TensorSpec]] = {"plain": plain}
+    for weight in (next(name for name in names if name.endswith(end)) for end in ("o_proj.weight", "down_proj.weight")):
+        scales, of_blocks = scales_of(weight), blocks_of(shapes[weight])
+        for dtype in (QUANTIZED, "float8_e5m2", "float8_e8m0fnu", "int8"):
+            ours[f"{dtype} {weight}"] = trained_as(plain, weight, dtype)
+            ours[f"{dtype}, one scale {weight}"] = trained_as(plain, weight, dtype, "_scale", (1,))
+            ours[f"{dtype}, blocks {weight}"] = trained_as(plain, weight, dtype, "_scale_inv", of_blocks)
+        for kind in ("_scale", "_scale_inv"):
+            ours[f"plain, {kind} {weight}"] = trained_as(plain, weight, "bfloat16", kind, of_blocks)
+        theirs[f"no scales {weight}"] = [spec for spec in blocks if spec.name != scales]
+        theirs[f"one scale more {weight}"] = trained_as(blocks, weight, QUANTIZED, "_scale", (1,))
+        for dtype in ("bfloat16", "float8_e5m2", "int8"):
+            theirs[f"{dtype} {weight}"] = trained_as(blocks, weight, dtype)
+            without = [spec for spec in blocks if spec.name != scales]
+            theirs[f"{dtype}, no scales {weight}"] = trained_as(without, weight, dtype)
+        theirs[f"scales in bfloat16 {weight}"] = trained_as(blocks, scales, "bfloat16")
+        theirs[f"smaller blocks {weight}"] = [
+            replace(spec, shape=tuple(2 * extent for extent in spec.shape)) if spec.name == scales else spec
+            for spec in blocks
+        ]
+    return {"plain": (plain, ours), "blocks": (blocks, theirs)}
+
+
+def take_recipes(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """What engines say of trainers with another recipe than theirs; empty if they would take the weights."""
+    del rank, world_size
+    from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
+    from tests.support import vllm_fp8
+    from tests.support.vllm_meta import built, start_vllm
+
+    del vllm_fp8  # importing it adds kernels for CPUs
+    torch.manual_seed(0)
+    start_vllm()
+
+    def said(model: Any, specs: list[TensorSpec]) -> str:
+        try:
+            check_scales(specs)
+            record_in_one_format(model.load_weights, dict(model.named_parameters()), specs)
+        except RefitError as error:
+            return str(error)
+        return ""
+
+    found = {}
+    config = IN_BLOCKS["qwen3_moe"]
+    family = family_from_config(config)
+    for kind, (own, others) in recipes_of(config).items():
+        path = Path(folder) / kind
+        path.mkdir()
+        content: dict[str, object] = {**family.config(), "torch_dtype": "bfloat16"}
+        if kind == "blocks":
+            content["quantization_config"] = quantization_config(family.shapes())
+        (path / "config.json").write_text(json.dumps(content))
+        with built(path, 1, 0, False) as model:
+            found[f"{kind} into {kind}"] = said(model, own)
+            found |= {f"{name} into {kind}": said(model, specs) for name, specs in others.items()}
+    return found
+
+
+@pytest.mark.integration
+def test_weights_of_another_recipe_are_refused_in_one_line_that_names_one(tmp_path: Path) -> None:
+    """Of a linear layer and of an expert, by engines in bfloat16 and in block FP8."""
+    (found,) = run_distributed(take_recipes, 1, None, 360.0, args=(str(tmp_path),), fresh=True)
+    assert (found.pop("plain into plain"), found.pop("blocks into blocks")) == ("", "")
+    assert len(found) == 2 + 2 * (14 + 10)
+    assert [name for name, reason in found.items() if not reason] == []
+    assert [name for name, reason in found.items() if "\n" in reason or ".weight" not in reason] == []

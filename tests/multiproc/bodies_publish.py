@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import etp
+from etp.formats import quantize_blocks
 from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPublisher
 from megatron_patches.refit.control.messages import Standing
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.layout.weight_format import WeightFormat, quantized_weights, scales_of
+from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.source.modules import ModuleSource, describe_tensor
 from megatron_patches.refit.trainer.session import RefitSession
 from tests.support import plain_engine
@@ -252,6 +257,68 @@ def published(
             gathered(None)
         assert [handle.result(0.0) for handle in handles] == reports  # later versions change nothing
     return served, were, told
+
+
+def in_blocks(model: nn.Module, *, power_of_two: bool) -> dict[str, str]:
+    """Digests of the whole model in block FP8, by a quantizer of whole weights."""
+    found = {}
+    state = whole(model)
+    quantized = quantized_weights({name: tuple(value.shape) for name, value in state.items()})
+    for name in quantized:
+        state[name], state[scales_of(name)] = quantize_blocks(state[name], power_of_two=power_of_two)
+    for name, value in state.items():
+        content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = plain_engine.digest(name, content)
+    return found
+
+
+def quantized(
+    rank: int, world_size: int, sharding: Sharding, folder: str
+) -> tuple[list[tuple[int, dict[str, str]]], list[tuple[int, dict[str, str]]], list[str]]:
+    """Publishes in each quantized format, as each payload: a version, one with a NaN on a rank, and the next.
+
+    Returns:
+        What the engine served after each, what it should serve, and why versions were refused.
+    """
+    served, should, said = [], [], []
+    version = 0
+    with engine_of(rank, folder) as engine:
+        formats = (one for one in WeightFormat if one.is_quantized)
+        for payload, weight_format in product(PayloadKind, formats):
+            model = build(sharding, world_size)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+            options = replace(
+                OPTIONS, on_engine_failure=OnEngineFailure.RAISE, payload=payload, weight_format=weight_format
+            )
+            good = (0, dict[str, str]())
+            with WeightPublisher(model, config=CONFIG, options=options) as publisher:
+                if engine is not None:
+                    publisher.attach(engine)
+                for harmed in (False, True, False):
+                    version += 1
+                    train(model, optimizer, version)
+                    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+                    if harmed:
+                        spoil(model, rank, world_size)
+                    else:
+                        good = version, in_blocks(model, power_of_two=weight_format.has_powers_of_two)
+                    try:
+                        publisher.publish(version).result(30.0)
+                    except RefitError as error:
+                        said.append(str(error))
+                    model.load_state_dict(state)
+                    should.append(good)
+                    served.append(engine.run("content") if engine is not None else good)
+                    gathered(None)
+    return served, should, said
+
+
+def spoil(model: nn.Module, rank: int, world_size: int) -> None:
+    """Makes one number of a weight no number, on its last rank; on each, if all hold it."""
+    param = model.get_parameter("layers.0.down.weight")
+    local = param.to_local().detach() if isinstance(param, DTensor) else param.data
+    if rank == world_size - 1 or local.shape == (11, 23):
+        local.view(-1)[3] = float("nan")
 
 
 def two_trainers(rank: int, world_size: int, folder: str) -> tuple[list[str], list[int]]:

@@ -77,6 +77,30 @@ def test_an_engine_serves_the_bits_of_each_version(sharding: Sharding, ranks: in
     assert all(other == told for _, _, other in of_ranks)
 
 
+@pytest.mark.parametrize(
+    ("sharding", "ranks"),
+    [
+        (bodies.shards, 2),
+        pytest.param(bodies.plain, 1, marks=SLOW),
+        pytest.param(bodies.fsdp, 2, marks=SLOW),
+        pytest.param(bodies.hsdp, 4, marks=SLOW),
+    ],
+)
+def test_a_version_whose_scale_would_be_no_number_is_refused_in_one_line(
+    sharding: Sharding, ranks: int, tmp_path: Path
+) -> None:
+    """In each quantized format and as each payload; the engine serves the version before, and the next one."""
+    of_ranks = run_distributed(bodies.quantized, ranks, "gloo", args=(sharding, str(tmp_path)))
+    served, should, said = of_ranks[0]
+    assert served == should
+    assert [version for version, _ in served] == [1, 1, 3, 4, 4, 6, 7, 7, 9, 10, 10, 12]
+    assert len({tuple(sorted(content.items())) for _, content in served}) == 8
+    assert len(said) == 4
+    reason = "layers.0.down.weight[0:11, 0:23] cannot be quantized: a weight in it is infinite or not a number"
+    assert all(reason in one and "\n" not in one for one in said)
+    assert all(len(others) == 4 for _, _, others in of_ranks)
+
+
 @SLOW
 def test_one_process_publishes_without_process_groups(tmp_path: Path) -> None:
     ((served, were, told),) = run_distributed(bodies.published, 1, None, args=(bodies.plain, str(tmp_path)))

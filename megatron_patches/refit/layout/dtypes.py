@@ -45,6 +45,17 @@ _EXACTLY_IN: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 
+_ENCODED = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8"})
+
+
+def are_encoded_apart(dtype: str, other: str) -> bool:
+    """Whether two dtypes differ, and one encodes weights together with scales.
+
+    A conversion between them, exact or not, would make another number of a weight.
+    """
+    return dtype != other and not _ENCODED.isdisjoint((dtype, other))
+
+
 def holds(dtype: str, other: str) -> bool:
     """Whether ``dtype`` can hold every value of ``other``, so that converting to it loses nothing."""
     return dtype == other or dtype in _EXACTLY_IN.get(other, ())

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.layout.boxes import Box, View, contiguous_runs, overlapping_pair, subtract
 from megatron_patches.refit.layout.conversion import Conversion
+from megatron_patches.refit.layout.dtypes import are_encoded_apart
 from megatron_patches.refit.layout.manifest import Manifest, Storage
-from megatron_patches.refit.layout.weight_format import QUANTIZED
 from megatron_patches.refit.planning.grids import Numbers, array_over, is_within, places_in, single, size_of
 from megatron_patches.refit.planning.layouts import (
     Corners,
@@ -207,7 +207,7 @@ def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOpt
     for manifest in covered:
         _check_targets(manifest)
         for item in manifest.conversions:
-            if (item.dtype == QUANTIZED) != (item.rule.dtype == QUANTIZED):
+            if are_encoded_apart(item.dtype, item.rule.dtype):
                 raise ProofError(
                     f"{_tensor_in(manifest, item.storage)} is {item.dtype} in the trainer, and destination rank "
                     f"{item.rank} makes {item.rule.dtype} of it for {item.rule.target}; without its scales a quantized "

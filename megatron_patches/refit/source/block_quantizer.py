@@ -133,7 +133,7 @@ class BlockQuantizer:
 
     Raises:
         UnsupportedModelError: see :func:`megatron_patches.refit.layout.weight_format.quantized_weights`.
-        RefitError: if weights to quantize and others share memory.
+        RefitError: if weights to quantize and others share memory, or are no floating-point numbers to quantize.
     """
 
     def __init__(
@@ -148,11 +148,13 @@ class BlockQuantizer:
         self._power_of_two, self._exchange = power_of_two, exchange
         self._straddling: _Straddling | None = None  # agreed on when it is first needed
         names = frozenset(quantized_weights(shapes))
-        mine = [
-            one
-            for one in held.placements
-            if one.box.tensor in names and held.storage[one.view.storage].dtype in FLOAT_DTYPES
-        ]
+        mine = [one for one in held.placements if one.box.tensor in names]
+        for one in mine:
+            if (dtype := held.storage[one.view.storage].dtype) not in FLOAT_DTYPES:
+                raise RefitError(
+                    f"{one.box.tensor} is {dtype} and has no {scales_of(one.box.tensor)}; only weights in "
+                    f"{', '.join(FLOAT_DTYPES)} are quantized"
+                )
         quantized = {one.view.storage for one in mine}
         for one in held.placements:
             if one.view.storage in quantized and one.box.tensor not in names:

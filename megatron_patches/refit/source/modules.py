@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # of torch.compile and checkpoint_wrapper
+_OF_PEFT = ".base_layer."  # in the names of weights that have an adapter
 _NAMED = 3  # parameters named in a message
 
 
@@ -148,6 +149,12 @@ class ModuleSource:
 
     def _describe(self) -> None:
         self._present = held_tensors(self._module)
+        wrapped = next((name for name, _ in self._named() if _OF_PEFT in name), None)
+        if wrapped is not None:
+            raise UnsupportedModelError(
+                f"{wrapped} is a weight beside an adapter of PEFT; publish the adapter with AdapterPublisher, or the "
+                "weights of a model into which it is merged for good (merge_and_unload)"
+            )
         self._held = [_Held(describe_tensor(name, tensor), tensor, tensor.dtype) for name, tensor in self._named()]
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,6 +32,7 @@ from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
+from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.reload import loader_form, without_adapter_layers
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
@@ -186,4 +187,5 @@ def describe_layout(model: Model, serving: ServingModel, memory: MemoryMode, pay
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
     relays = Relays(model, manifest, layers, serving)
-    return WorkerLayout(manifest, recording.fills, layers, in_place, relays, payload)
+    quantizes = installed_release().quantizes_to_fp8(serving.config.quant_config)
+    return WorkerLayout(manifest, recording.fills, layers, in_place, relays, payload, quantizes)

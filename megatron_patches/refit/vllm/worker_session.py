@@ -40,7 +40,7 @@ from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
-from megatron_patches.refit.vllm.quantized import check_scale_values
+from megatron_patches.refit.vllm.quantized import check_scale_values, check_weight_values
 from megatron_patches.refit.vllm.received import ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
@@ -95,6 +95,7 @@ class WorkerLayout:
         in_place: serving memory in which versions are received; None to receive beside it.
         relays: sends the version that serves to other engines.
         payload: what versions travel as.
+        quantizes: whether the engine quantizes what it receives.
     """
 
     manifest: Manifest
@@ -103,6 +104,7 @@ class WorkerLayout:
     in_place: InPlace | None
     relays: Relays
     payload: PayloadKind = PayloadKind.WHOLE
+    quantizes: bool = False
 
 
 class _Complete(NamedTuple):
@@ -302,6 +304,8 @@ class WorkerSession:
         try:
             party.receive(version, step, linked, make, begin() if self._may_begin else (), self._memory.base)
             check_scale_values(self._layout.manifest, made[0].tensors)
+            if self._layout.quantizes:
+                check_weight_values(self._layout.manifest, made[0].tensors)
             self._memory.keep(made[0])
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)

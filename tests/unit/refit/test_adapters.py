@@ -118,6 +118,23 @@ def test_an_adapter_that_is_not_there_or_is_merged_is_refused() -> None:
         source.check()
 
 
+@NEEDS_PEFT
+@pytest.mark.parametrize("merged", [False, True])
+def test_weights_beside_an_adapter_are_not_published_as_if_there_were_none(merged: bool) -> None:
+    """Not even if an engine knew their names; those of a model into which it is merged for good are."""
+    from megatron_patches.refit.source.modules import ModuleSource
+    from tests.multiproc.bodies_adapters import adapted
+
+    model = adapted()
+    if merged:
+        model.merge_adapter()
+    with pytest.raises(RefitError, match=r"layers\.0\.up\.base_layer\.weight is a weight beside an adapter of PEFT;"):
+        ModuleSource(model, {}).describe(0)
+    if merged:
+        model.unmerge_adapter()
+    assert "layers.0.up.weight" in ModuleSource(model.merge_and_unload(), {}).describe(0).shapes
+
+
 def factors(scale: float = 2.6) -> dict[str, torch.Tensor]:
     return {
         Q + FACTOR_A: torch.randn(3, 8),

@@ -363,7 +363,18 @@ def test_a_flipped_bit_is_caught_before_anything_is_converted() -> None:
 
 
 @pytest.mark.parametrize("allow_narrowing", [False, True])
-@pytest.mark.parametrize(("sent", "kept"), [("float8_e4m3fn", "bfloat16"), ("bfloat16", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ("float8_e4m3fn", "bfloat16"),
+        ("bfloat16", "float8_e4m3fn"),
+        ("float8_e5m2", "bfloat16"),
+        ("float8_e8m0fnu", "float32"),
+        ("int8", "bfloat16"),
+        ("float32", "int8"),
+        ("float8_e5m2", "float8_e4m3fn"),
+    ],
+)
 def test_weights_that_one_side_alone_quantizes_are_no_conversion(sent: str, kept: str, allow_narrowing: bool) -> None:
     """Not even where the type of the other side holds all numbers of the one: they lack their scales."""
     source = manifest_of(0, (storage("w", sent, 6), WHOLE))

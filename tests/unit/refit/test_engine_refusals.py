@@ -38,7 +38,7 @@ from megatron_patches.refit.vllm.engine_refusals import (
     check_derivations,
     check_options,
 )
-from megatron_patches.refit.vllm.quantized import check_scale_values, check_scales
+from megatron_patches.refit.vllm.quantized import check_scale_values, check_scales, check_weight_values
 
 VLLM = vllm.__version__.partition("+")[0]
 OF_SOME_RELEASES = {
@@ -171,6 +171,46 @@ def test_quantized_weights_need_their_scales() -> None:
     for shape, dtype in (((4, 3), "float32"), ((2, 3), "bfloat16")):
         with pytest.raises(ModelMismatchError, match=rf"^{name} is {dtype} of shape .* for blocks of 128 x 128"):
             check_scales([weight, TensorSpec(name, shape, dtype)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "int8", None])
+@pytest.mark.parametrize("kind", ["_scale_inv", "_scale", "_scale_2"])
+def test_scales_of_weights_that_are_no_blocks_are_refused(dtype: str | None, kind: str) -> None:
+    """Some of vLLM's loaders leave out scales that they do not know."""
+    weight = "model.layers.0.mlp.up_proj.weight"
+    tensors = [TensorSpec("model.layer_scale.weight", (3,), "float32"), TensorSpec(weight + kind, (2, 3), "float32")]
+    tensors += [] if dtype is None else [TensorSpec(weight, (200, 300), dtype)]
+    what = "missing" if dtype is None else dtype
+    with pytest.raises(ModelMismatchError, match=rf"^the trainer has {weight}{kind}, and {weight} is {what}; engines"):
+        check_scales(tensors)
+
+
+@pytest.mark.parametrize("kind", ["_scale", "_scale_2"])
+def test_scales_of_another_form_beside_those_of_blocks_are_refused(kind: str) -> None:
+    weight = TensorSpec("model.layers.0.mlp.up_proj.weight", (200, 300), "float8_e4m3fn")
+    tensors = [weight, *(TensorSpec(weight.name + name, (2, 3), "float32") for name in ("_scale_inv", kind))]
+    with pytest.raises(ModelMismatchError, match=rf"^the trainer has {weight.name}{kind}, and {weight.name} is float8"):
+        check_scales(tensors)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_weights_that_an_engine_quantizes_must_be_finite(value: float, dtype: torch.dtype) -> None:
+    """Those that came: what else is in their memory, or no weight, may be anything."""
+    name, kind = "model.layers.0.mlp.up_proj.weight", str(dtype).removeprefix("torch.")
+    storages = (Storage("weights", kind, 6, 6), Storage("steps", "int64", 1, 1))
+    placements = (
+        Placement(Box(name, (4, 0), (6, 2)), View("weights", 0, (2, 2), (3, 1))),
+        Placement(Box("steps", (0,), (1,)), View("steps", 0, (1,), (1,))),
+    )
+    manifest = Manifest(0, "here", storages, placements)
+    arrived = {"weights": torch.zeros(6, dtype=dtype), "steps": torch.tensor([7])}
+    check_weight_values(manifest, arrived)
+    arrived["weights"][[2, 5]] = value
+    check_weight_values(manifest, arrived)
+    arrived["weights"][4] = value
+    with pytest.raises(TransferError, match=rf"^{name}\[4:6, 0:2\] has a weight of {value}; this engine quantizes"):
+        check_weight_values(manifest, arrived)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

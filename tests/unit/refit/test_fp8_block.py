@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -348,6 +349,26 @@ def test_a_module_is_quantized_under_its_own_names() -> None:
         assert torch.equal(sent(scales_of(name)), scales)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float64])
+@pytest.mark.parametrize("weight_format", [WeightFormat.FP8_BLOCK, WeightFormat.FP8_BLOCK_FP32_SCALES])
+def test_a_weight_that_is_quantized_already_without_scales_of_blocks_is_refused_by_name(
+    dtype: torch.dtype, weight_format: WeightFormat
+) -> None:
+    """As with one scale for the tensor, under another name."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    layer: Any = model.layers[0]
+    layer.up = torch.nn.Module()
+    layer.up.register_buffer("weight", torch.ones(8, 8).to(dtype))
+    layer.up.register_buffer("weight_scale", torch.ones(1))
+    source = Fp8BlockSource(ModuleSource(model, {}), weight_format, Exchange())
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        RefitError, match=rf"^layers\.0\.up\.weight is {name} and has no layers\.0\.up\.weight_scale_inv; only weights"
+    ):
+        source.describe(0)
+
+
 def test_what_is_quantized_follows_the_published_checkpoints() -> None:
     layer = "model.layers.61"
     quantized = {
@@ -396,7 +417,8 @@ def test_groups_write_ascending_bytes_and_tell_what_no_later_one_writes(
         assert group.begins == (later[0].first_byte, min(piece.place for piece in later))
     largest = max(part.box.volume for part in parts)
     for group in groups:
-        assert sum(piece.box.volume for piece in group.whole) <= sum(part.box.volume for part in parts) / 16 + largest
+        limit = sum(part.box.volume for part in parts) / block_parts._GROUPS + largest
+        assert sum(piece.box.volume for piece in group.whole) <= limit
 
 
 def quantizes_with_kernels(rank: int, world_size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +18,9 @@ from torch import nn
 
 from megatron_patches.refit.control.messages import State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, PartyFailedError, RefitError, TransferError
+from megatron_patches.refit.layout.boxes import Box, View
 from megatron_patches.refit.layout.conversion import CONVERT, ElementOp, Rule
-from megatron_patches.refit.layout.manifest import Manifest, Storage
+from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -39,13 +41,14 @@ class Party:
         self.beside_bytes = -1
         self.verified: list[int] = []
         self.sent: list[tuple[object, int, object]] = []  # to other engines
+        self.brings = dict[str, float]()  # by storage
 
     def receive(
         self,
         version: int,
         step: int,
         linked: bool,
-        make_memory: Callable[[], object],
+        make_memory: Callable[[], dict[str, torch.Tensor]],
         meanwhile: Iterable[object],
         base: Callable[[], object],
     ) -> object:
@@ -53,6 +56,8 @@ class Party:
         self.started.set()
         try:
             memory = make_memory()
+            for name, value in self.brings.items():
+                memory[name].fill_(value)
             assert base() is None
             for _ in meanwhile:
                 pass
@@ -181,6 +186,8 @@ def session(
     in_place: InPlace | None = None,
     rule: Rule | None = None,
     timeout_s: float = 5.0,
+    manifest: Manifest | None = None,
+    quantizes: bool = False,
 ) -> WorkerSession:
     log = StateLog("a trainer", logging.DEBUG)
     log.enter(State.READY)
@@ -189,7 +196,12 @@ def session(
     serving = ServingModel(nn.Linear(1, 1), config, torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
     layout = WorkerLayout(
-        Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place), cast(Any, Relays(party))
+        manifest or Manifest(0, "here", storages, ()),
+        (),
+        cast(Any, None),
+        cast(Any, in_place),
+        cast(Any, Relays(party)),
+        quantizes=quantizes,
     )
     return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=timeout_s, log=log)
 
@@ -281,6 +293,52 @@ def test_a_version_is_received_and_committed(aside: bool) -> None:
     standing = under_test._log.standing(lambda _: [])
     assert (standing.state, standing.version) == (State.READY, 7)
     assert {State.SENDING, State.COMMITTING} <= under_test._log.lasted.keys()
+
+
+@pytest.mark.parametrize("place", ["beside", "aside", "in_place"])
+@pytest.mark.parametrize(
+    ("scale", "weight", "quantizes", "reason"),
+    [
+        (0.5, 1.0, True, ""),
+        (0.5, math.nan, False, ""),  # as it was trained
+        (0.5, math.nan, True, "has a weight of nan; this engine quantizes weights, which must be finite"),
+        (0.5, -math.inf, True, "has a weight of -inf; this engine"),
+        (0.0, 1.0, False, "has a scale of 0.0; it must be positive and finite"),
+        (math.nan, 1.0, False, "has a scale of nan"),
+        (-1.0, 1.0, False, "has a scale of -1.0"),
+    ],
+)
+def test_a_version_with_numbers_that_would_corrupt_others_is_refused_in_one_line(
+    scale: float, weight: float, quantizes: bool, reason: str, place: str
+) -> None:
+    """The weights before it serve, and the next version is taken."""
+    names = ("layers.0.up.weight_scale_inv", "layers.0.down.weight")
+    party, in_place = Party(), InPlace() if place == "in_place" else None
+    manifest = Manifest(
+        0,
+        "here",
+        (Storage(names[0], "float32", 2, 2), Storage(names[1], "bfloat16", 2, 2)),
+        tuple(Placement(Box(name, (0, 0), (1, 2)), View(name, 0, (1, 2), (2, 1))) for name in names),
+    )
+    under_test = session(party, aside=place == "aside", in_place=in_place, manifest=manifest, quantizes=quantizes)
+    party.brings = dict(zip(names, (scale, weight), strict=True))
+    if not reason:
+        under_test.receive(7, 3, True)
+        under_test.commit(7)
+        assert under_test.version == 7
+        return
+    with pytest.raises(TransferError) as refused:  # noqa: PT012 - now, or at the commit if it is received aside
+        under_test.receive(7, 3, True)
+        under_test.commit(7)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert under_test.version == 2
+    assert "apply" not in Replacement.done
+    assert in_place is None or not in_place.begun
+    party.brings = dict.fromkeys(names, 0.5)
+    under_test.receive(8, 4, True)
+    under_test.commit(8)
+    assert under_test.version == 8
 
 
 def test_weights_are_put_together_while_they_arrive() -> None:
