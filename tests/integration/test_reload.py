@@ -189,7 +189,7 @@ def replaced(model: Any, value: float, layers: Any, *, in_place: bool) -> Any:
         return replacement
     before = model.inner.weight.clone()
     parameters = dict(model.named_parameters())
-    list(replacement.begin())  # while it serves
+    replacement.begin()  # while it serves
     assert dict(model.named_parameters()) == parameters
     replacement.build()
     assert torch.equal(model.inner.weight, before)

@@ -494,35 +494,6 @@ def test_a_push_that_raises_names_the_engine_and_the_other_one_serves_the_versio
     assert [told["engine 0", version]["seconds"]["plan"] > 0 for version in (1, 2, 3)] == [True, False, True]
 
 
-def settling_takes_a_while(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
-    """What the engines were asked before the weights were settled."""
-    push(1, wait=True)
-    source, asked = session._source, list[list[str]]()
-    settle, before = source.settle, [len(client.run("calls")) for client in clients] if clients else []
-
-    def slowly() -> None:
-        time.sleep(1.0)
-        asked.extend(client.run("calls")[count:] for client, count in zip(clients, before, strict=True))
-        settle()
-
-    with pytest.MonkeyPatch.context() as patch:
-        if session.exchange.rank == 0:
-            patch.setattr(source, "settle", slowly)
-        push(2, wait=True)
-    return asked, [client.run("content") for client in clients] if session.exchange.rank == 0 else []
-
-
-@pytest.mark.parametrize(
-    ("memory", "asked"), [(MemoryMode.BESIDE, ["receive"]), pytest.param(MemoryMode.IN_PLACE, [], id="in_place")]
-)
-def test_engines_get_ready_while_weights_settle_unless_they_are_paused_for_it(
-    tmp_path: Path, memory: MemoryMode, asked: list[str]
-) -> None:
-    (found, content), _ = run(tmp_path, settling_takes_a_while, memory=memory)
-    assert found == [asked] * 2
-    assert content == [(2, expected(2))] * 2
-
-
 def one_rank_cannot_settle(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
     """Completing a gather fails on one rank, once."""
     push(1, wait=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from megatron_patches.refit.control.assembly import Assembly
@@ -72,7 +72,7 @@ class DestinationParty(Party[ReceivingEnd]):
         step: int,
         linked: bool,
         make_memory: Callable[[], Memory],
-        meanwhile: Iterable[object] = (),
+        meanwhile: Callable[[], None] | None = None,
         base: Callable[[], Base | None] = lambda: None,
     ) -> Memory:
         """Receives one version into fresh memory and compares every box with what was sent.
@@ -82,7 +82,7 @@ class DestinationParty(Party[ReceivingEnd]):
             step: number of the sources' next step; this party may have missed one that failed.
             linked: whether the sources' links are up.
             make_memory: makes the storages of the manifest; called before the first byte arrives.
-            meanwhile: what to do while bytes arrive; see
+            meanwhile: called once while bytes arrive; see
                 :func:`megatron_patches.refit.transports.pump.receive_version`.
             base: returns what the version may be sent relative to, if anything; called after ``make_memory``.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config, with_scales
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
-from megatron_patches.refit.source.weight_source import Settling
+from megatron_patches.refit.source.weight_source import settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -67,11 +67,10 @@ class Fp8BlockSource:
 
     def settle(self) -> None:
         """Begins to quantize the current weights, after what the current stream has to do. Collective."""
-        weights, self._failure = Settling(self._source), None
-        weights.settle()
+        look_up, self._failure = settled(self._source), None
         if self._quantizer is not None:
             with self._on_stream():
-                self._quantize(self._quantizer, weights.look_up)
+                self._quantize(self._quantizer, look_up)
 
     def _quantize(self, quantizer: BlockQuantizer, look_up: Callable[[], FlatMemory]) -> None:
         memory: FlatMemory = {}

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patches.refit.control.messages import Held
-from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.source.live import MegatronSource
 from megatron_patches.refit.source.modules import ModuleSource
@@ -108,39 +107,15 @@ class Once:
         return self._found.result()
 
 
-class Settling:
-    """A rank's weights in one push: one thread settles them, others wait for that, and then look them up.
+def settled(source: WeightSource) -> Once:
+    """Settles this rank's weights. What goes wrong is raised by what looks them up, for which the other ranks wait."""
+    try:
+        source.settle()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error  # Python deletes ``error`` after this block
 
-    What goes wrong is raised by looking them up, for which the other ranks wait.
+        def look_up() -> FlatMemory:
+            raise failure
 
-    Args:
-        source: the weights.
-        then: called once they are settled, by the same thread.
-
-    Attributes:
-        look_up: looks them up, once.
-    """
-
-    def __init__(self, source: WeightSource, then: Callable[[], None] = lambda: None) -> None:
-        self._source, self._then = source, then
-        self._settled: Future[None] = Future()
-        self.look_up = Once(self._look_up)
-
-    def settle(self) -> None:
-        """Settles them, unless that was done. Collective. Raises nothing but interrupts."""
-        if self._settled.done():
-            return
-        try:
-            self._source.settle()
-            self._then()
-        except Exception as error:  # noqa: BLE001 - raised by looking up
-            self._settled.set_exception(error)
-        except BaseException as error:
-            self._settled.set_exception(RefitError(f"{type(error).__name__} before the weights were settled"))
-            raise
-        else:
-            self._settled.set_result(None)
-
-    def _look_up(self) -> FlatMemory:
-        self._settled.result()
-        return self._source.look_up()
+        return Once(look_up)
+    return Once(source.look_up)

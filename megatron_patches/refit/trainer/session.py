@@ -23,7 +23,7 @@ from megatron_patches.refit.control.messages import Held, Standing, longest_part
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.memory.delta import PayloadKind, Snapshot
 from megatron_patches.refit.source.kv_scale_source import KVScaleSource
-from megatron_patches.refit.source.weight_source import Once, Settling, WeightSource, source_of
+from megatron_patches.refit.source.weight_source import Once, WeightSource, settled, source_of
 from megatron_patches.refit.trainer.coordinator import Coordinator
 from megatron_patches.refit.trainer.engine_client import EngineClient
 from megatron_patches.refit.trainer.fan_out import candidates_json
@@ -33,7 +33,6 @@ from megatron_patches.refit.trainer.subscription import Subscription
 from megatron_patches.refit.trainer.subscriptions import Subscriptions, await_all, commits_of, failures
 from megatron_patches.refit.trainer.telemetry import Telemetry
 from megatron_patches.refit.trainer.trainer_rank import Trainer
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 
 if TYPE_CHECKING:
     import torch
@@ -246,11 +245,12 @@ class RefitSession:
         with nullcontext() if self._coordinator is None else self._coordinator.sending():
             orders = self._take_orders(self._trainer, kv_scales)
             began = time.perf_counter()
+            look_up = settled(self._source)
             taking, following = (
                 {number: self._subscriptions.open[number] for number in numbers}
                 for numbers in (orders.taking, orders.following)
             )
-            self._send(self._trainer, version, taking)
+            self._send(self._trainer, version, taking, look_up)
             for one in following.values():
                 one.follow(version)
         seconds = {"send": time.perf_counter() - began}
@@ -321,23 +321,21 @@ class RefitSession:
         before, self._source.values = self._source.values, scale_values(kv_scales)
         return before.keys() != self._source.values.keys()
 
-    def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription]) -> None:
+    def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription], look_up: Once) -> None:
         """Sends this rank's part of a version to engines."""
-        quantizing, weights = self._quantizing, Settling(self._source, trainer.follow)
-        turns = self._turns(taking)
-        if not turns or self._options.memory is MemoryMode.IN_PLACE:  # the latter would pause engines meanwhile
-            weights.settle()
-        for turn in turns:
-            try:
-                for one in turn:
-                    one.send(version, weights.look_up, self._snapshot.base, quantizing)
-            finally:
-                weights.settle()  # while the engines get ready
+        quantizing = self._quantizing
+        if trainer.stream is not None:  # what subscriptions give a GPU comes after what this thread has given it
+            import torch
+
+            trainer.stream.wait_stream(torch.cuda.current_stream(trainer.stream.device))
+        for turn in self._turns(taking):
+            for one in turn:
+                one.send(version, look_up, self._snapshot.base, quantizing)
             await_all({number: one.sent for number, one in enumerate(turn)})
         if quantizing is not None:
             quantizing.finish()
         if self._sends_deltas and any(one.sent.exception() is None for one in taking.values()):
-            self._snapshot.take(version, weights.look_up())
+            self._snapshot.take(version, look_up())
 
     def _give_up(self, failed: Mapping[int, Subscription], outcomes: dict[int, PartOutcome]) -> None:
         """Waits until engines that failed to receive a version have given it up. If that fails too, adds the reason.

@@ -34,13 +34,6 @@ class Trainer:
     describe: Callable[[], Held]
     telemetry: Telemetry
 
-    def follow(self) -> None:
-        """Makes the stream wait for what the calling thread has given the GPU."""
-        if self.stream is not None:
-            import torch
-
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         """Makes the stream, which follows what writes the weights, the calling thread's own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_patches.refit.memory.packets import Packet, Packing
@@ -24,7 +24,6 @@ from megatron_patches.refit.transports.sending import SendingEnd, StagingSlot
 
 _IMPATIENT_S = 0.0005  # how long to poll without a pause, for work that takes a GPU less than this
 _PAUSE_S = 0.00005  # then, between polls
-_NO_MORE = object()
 
 
 class _Looks:
@@ -117,7 +116,7 @@ def receive_version(
     end: ReceivingEnd,
     timeout_s: float,
     check: Check,
-    meanwhile: Iterable[object] = (),
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Receives and unpacks all packets of the version that ``unpacker`` has begun.
 
@@ -126,8 +125,8 @@ def receive_version(
         end: the receiving end of the links.
         timeout_s: seconds to wait for each packet.
         check: raises if another party has failed.
-        meanwhile: work that does not need the bytes, in short steps. A step is done whenever nothing has arrived, in
-            this thread, because another thread that computes in Python would slow this one down.
+        meanwhile: called once, when everything that is still missing is in flight. It runs in this thread, because
+            another thread that computes in Python would slow this one down.
 
     Raises:
         RefitError: if a packet is invalid or late, or ``check`` raises.
@@ -141,18 +140,21 @@ def _receive_version(
     end: ReceivingEnd,
     timeout_s: float,
     check: Check,
-    meanwhile: Iterable[object],
+    meanwhile: Callable[[], None] | None,
 ) -> None:
-    left, steps, steps_left = unpacker.expected, iter(meanwhile), True
+    left = unpacker.expected
     unpacking: deque[tuple[Packet, Pending[None]]] = deque()
     looks = _Looks()
     patience = Patience(timeout_s, lambda: end.awaited, check)
     while left or unpacking:
-        waiting = end.idle and not unpacking and not steps_left
+        waiting = end.idle and not unpacking
         found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=LOOK_AROUND_S if waiting else 0.0)
         if found is not None:
             unpacking.append((found[0], unpacker.accept(*found)))
             left -= 1
+        if meanwhile is not None and left == end.on_their_way:
+            meanwhile()
+            meanwhile = None
         ended = bool(unpacking) and unpacking[0][1].done()
         if ended:
             packet, pending = unpacking.popleft()
@@ -163,9 +165,7 @@ def _receive_version(
             patience = Patience(timeout_s, lambda: end.awaited, check)
             continue
         patience.tick()
-        if steps_left:
-            steps_left = next(steps, _NO_MORE) is not _NO_MORE
-        elif not waiting:
+        if not waiting:
             looks.nothing(check)
-    for _ in steps:
-        pass
+    if meanwhile is not None:
+        meanwhile()

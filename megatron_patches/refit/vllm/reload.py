@@ -104,16 +104,15 @@ class Replacement:
         self._left: Sequence[tuple[Layer, Sequence[str]]] | None = None  # layers that must still be processed
         self._swap: Swap | None = None
 
-    def begin(self) -> Iterator[None]:
-        """The part of :meth:`build` that disturbs no request: layers whose weights need no processing, one a step.
+    def begin(self) -> None:
+        """The part of :meth:`build` that disturbs no request: layers whose weights need no processing.
 
         Raises:
             TransferError: as :meth:`build`.
         """
         self._layers.check_views()
-        self._pairs, left = [], []
+        left = []
         for layer, names in self._layers.of(self._staged):
-            yield
             plain = self._plain_tensors(layer, names)
             if plain is None:
                 left.append((layer, names))
@@ -130,8 +129,7 @@ class Replacement:
             TransferError: if a layer cannot be assembled from what was staged, or a buffer would become stale.
         """
         if self._left is None:
-            for _ in self.begin():
-                pass
+            self.begin()
         left, self._left = self._left, []
         if left:
             logger.info("refit: vLLM processes the weights of %d layers while the engine waits", len(left))

@@ -2,8 +2,8 @@
 
 [Note: meanwhile] vLLM executes a call between two steps of its engine, so requests wait during a call. A version that
 is received beside the serving weights therefore arrives in a separate thread: ``receive`` only starts that thread, and
-the next call waits for its end. While it waits for bytes, the thread prepares the replacement, as far as only the
-location of the new weights matters. With NCCL, versions arrive within the call: NCCL's kernels and those of the
+the next call waits for its end. Once the last bytes are in flight, the thread prepares the replacement, as far as only
+the location of the new weights matters. With NCCL, versions arrive within the call: NCCL's kernels and those of the
 engine's own communication could otherwise deadlock across workers.
 
 [Note: in place] Between ``receive`` and ``commit`` the old version serves. If versions are received in place, nothing
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -297,12 +297,11 @@ class WorkerSession:
             party.beside_bytes = made[0].beside_bytes
             return made[0].tensors
 
-        def begin() -> Iterator[None]:
-            begun.append(self._replacement(made[0].tensors))
-            yield from begun[0].begin()
+        def begin() -> None:
+            begun.append(self._put_together(dict(made[0].tensors)))
 
         try:
-            party.receive(version, step, linked, make, begin() if self._may_begin else (), self._memory.base)
+            party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
             check_scale_values(self._layout.manifest, made[0].tensors)
             if self._layout.quantizes:
                 check_weight_values(self._layout.manifest, made[0].tensors)
@@ -328,16 +327,12 @@ class WorkerSession:
 
     def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
         """The new weights, prepared as far as possible before the commit, for which requests wait."""
-        replacement = self._replacement(parameters)
+        replacement = Replacement(self._serving.model, self._serving.config, parameters, self._layout.layers)
         if self._may_go_on:
-            for _ in replacement.begin():
-                pass
+            replacement.begin()
         elif self._in_place is None:
             replacement.build()
         return replacement
-
-    def _replacement(self, parameters: Mapping[str, torch.Tensor]) -> Replacement:
-        return Replacement(self._serving.model, self._serving.config, parameters, self._layout.layers)
 
     def _commit(self, version: int) -> None:
         # The slowest worker may first have to wait for the version to arrive.

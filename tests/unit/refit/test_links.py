@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Never
 
@@ -72,15 +72,13 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other() 
         linked.result()
         narrow(sender._links[0].connection)
         narrow(receiver._links[0][0])
-        packing = Sender(plan, 0, {"w": held}, terms)
-        sent: list[Future[None]] = []
-
-        def meanwhile() -> Iterator[int]:
-            yield from range(3)
-            sent.append(pool.submit(send_version, packing, sender, 1, check))
-
-        receive_version(unpacker, receiver, 20.0, check, meanwhile())  # does it while nothing comes
-        sent[0].result()
+        sent = pool.submit(send_version, Sender(plan, 0, {"w": held}, terms), sender, 1, check)
+        began: list[int] = []
+        receive_version(
+            unpacker, receiver, 20.0, check, lambda: began.append(len(unpacker._arrived) + receiver.on_their_way)
+        )
+        sent.result()
+    assert began == [1500]  # once, when all was on its way
     unpacker.verify()
     assert np.array_equal(taken, held)
     sender.close()
@@ -144,16 +142,10 @@ def test_a_source_announces_no_packets_of_another() -> None:
 def test_where_nothing_comes_what_is_done_meanwhile_is_done_all_the_same() -> None:
     nothing = Manifest(0, "", (), ())
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
-    done: list[int] = []
-
-    def meanwhile() -> Iterator[None]:
-        for step in range(3):
-            yield
-            done.append(step)
-
+    began: list[int] = []
     unpacker = Unpacker(make_plan([], [nothing], [nothing]), nothing, {})
-    receive_version(unpacker, receiver, 20.0, check, meanwhile())
-    assert done == [0, 1, 2]
+    receive_version(unpacker, receiver, 20.0, check, lambda: began.append(1))
+    assert began == [1]
     receiver.close()
 
 

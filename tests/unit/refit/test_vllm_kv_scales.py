@@ -198,7 +198,7 @@ def test_scales_serve_and_come_back_with_their_version(in_fp8: bool) -> None:
     for value in (0.5, 0.125):
         staged = {f"model.layers.0.self_attn.attn._{kind}_scale": torch.tensor([value * len(kind)]) for kind in "kv"}
         replacement = Replacement(model, VllmConfig(), staged)
-        list(replacement.begin())
+        replacement.begin()
         replacement.build()
         assert layer.scales() == before
         replacement.apply()

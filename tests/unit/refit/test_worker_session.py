@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ class Party:
         step: int,
         linked: bool,
         make_memory: Callable[[], dict[str, torch.Tensor]],
-        meanwhile: Iterable[object],
+        meanwhile: Callable[[], None] | None,
         base: Callable[[], object],
     ) -> object:
         self.receiving = True
@@ -59,8 +59,8 @@ class Party:
             for name, value in self.brings.items():
                 memory[name].fill_(value)
             assert base() is None
-            for _ in meanwhile:
-                pass
+            if meanwhile is not None:
+                meanwhile()
             while not self.may_receive.wait(0.01):
                 if self.left.is_set():
                     raise PartyFailedError("it has left")
@@ -113,12 +113,11 @@ class Replacement:
     def __init__(self, *_: object) -> None:
         """Nothing."""
 
-    def __getattr__(self, name: str) -> Callable[[], Sequence[None]]:
-        def do() -> Sequence[None]:
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        def do() -> None:
             type(self).done.append(name)
             if name in type(self).refused:
                 raise MemoryError(f"no room to {name}")
-            return [None]  # of what is done in steps
 
         return do
 
