@@ -26,6 +26,9 @@ TRAINING = {
         *("h100x2-all/ours", "h100x2-all/theirs", "h100x2-all/moe-ours", "h100x2-all/moe-theirs"),
         *("h100x2-all/small-ours", "h100x2-all/small-theirs"),
     ),
+    "h200x2-precisions": tuple(
+        f"h200x2-precisions/{name}" for name in ("ours", "ours-fp8_block", "theirs", "theirs-fp8_block")
+    ),
     "h100x2-fp8": ("h100x2-fp8-block", "h100x2-fp8-tensor"),
     "h100x2-moe": ("h100x2-moe-ours", "h100x2-moe-theirs"),
     "h200x4-moe": ("h200x4-moe-ours", "h200x4-moe-theirs"),
