@@ -18,6 +18,9 @@ GROUPED_TENSOR_VARIABLE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
 """Sets the default of ``backward_override`` in TE's recipes."""
 
+FP32_SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""With 1, TE's ``Float8BlockScaling`` has fp32 scales by default, otherwise powers of two."""
+
 _SQUARE = 2
 
 _UNSUPPORTED = {
@@ -118,6 +121,17 @@ def refuse_quantized(name: str, weight: torch.Tensor) -> None:
 def grouped_tensors_are_default() -> bool:
     """Whether the environment lets TE's ``GroupedLinear`` use grouped tensors."""
     return os.environ.get(GROUPED_TENSOR_VARIABLE, "0") not in ("", "0")
+
+
+def block_scales_are_powers_of_two() -> bool:
+    """Whether TE's ``Float8BlockScaling`` has scales that are powers of two by default, as Megatron uses it.
+
+    TE reads the variable when it is imported. Once it has been, a later change of the environment changes nothing.
+    """
+    recipes = sys.modules.get("transformer_engine.common.recipe")
+    if recipes is None:
+        return os.environ.get(FP32_SCALES_VARIABLE) != "1"
+    return bool(recipes.Float8BlockScaling.fp8_quant_fwd_weight.power_2_scale)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from megatron_patches import last_line
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit.command import fail
 from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.source.gemm_scales import why_other_scales
 from megatron_patches.refit.trainer import push_flags
 from megatron_patches.refit.trainer.engines import http_engines
 from megatron_patches.refit.trainer.session import (
@@ -130,6 +131,8 @@ def check(args: argparse.Namespace) -> None:
         options = options_from_args(args)
     except ValueError as error:
         raise UnsupportedConfigurationError(str(error)) from error
+    if why := why_other_scales(args, options.weight_format, "--refit-weight-format"):
+        raise UnsupportedConfigurationError(why)
     if getattr(args, "rank", 0) == 0:  # addresses and the file are of the first rank's machine
         try:
             telemetry_from_args(args).close()

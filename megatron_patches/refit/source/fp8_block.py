@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config, with_scales
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+from megatron_patches.refit.source.gemm_scales import why_other_numbers, why_other_scales
+from megatron_patches.refit.source.live import MegatronSource
 from megatron_patches.refit.source.weight_source import settled
 
 if TYPE_CHECKING:
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from megatron_patches.refit.control.messages import Held
     from megatron_patches.refit.memory.ports import FlatMemory
     from megatron_patches.refit.source.weight_source import WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 class Fp8BlockSource:
@@ -41,6 +47,7 @@ class Fp8BlockSource:
         self._memory: FlatMemory = {}
         self._failure: Exception | None = None
         self._stream: torch.cuda.Stream | None = None  # once it is needed
+        self._told = False  # whether the first rank has said that GEMMs quantize otherwise
 
     @property
     def device(self) -> torch.device:
@@ -52,9 +59,12 @@ class Fp8BlockSource:
 
         Raises:
             RefitError: as the other source, and as :class:`BlockQuantizer`.
+            UnsupportedModelError: if a Megatron model is trained in block FP8 with the other kind of scales.
         """
         self._quantizer, self._memory = None, {}  # their memory is needed again
         held = self._source.describe(rank)
+        if isinstance(self._source, MegatronSource):
+            self._compare(self._source.trained, rank)
         self._quantizer = BlockQuantizer(
             held.shapes,
             held.manifest,
@@ -64,6 +74,15 @@ class Fp8BlockSource:
         )
         config = held.config and held.config | {"quantization_config": quantization_config(held.shapes)}
         return replace(held, config=config, shapes=with_scales(held.shapes), manifest=self._quantizer.manifest)
+
+    def _compare(self, trained: object, rank: int) -> None:
+        """Compares this format with that of the trainer's GEMMs."""
+        if why := why_other_scales(trained, self._format, "weight_format"):
+            raise UnsupportedModelError(why)
+        known = why_other_numbers(trained, self._format, "weight_format")
+        if known and rank == 0 and not self._told:
+            logger.warning("refit: %s", known)
+            self._told = True
 
     def settle(self) -> None:
         """Begins to quantize the current weights, after what the current stream has to do. Collective."""

@@ -96,6 +96,11 @@ class MegatronSource:
         weights = (weight for chunk in self._chunks for weight in chunk.parameters())
         return next((weight.device for weight in weights), torch.device("cpu"))
 
+    @property
+    def trained(self) -> object:
+        """Megatron's configuration of the model, which says how it is trained."""
+        return unwrapped_chunk(self._chunks[0]).config
+
     def describe(self, rank: int) -> Held:
         """See :func:`describe_rank`."""
         found = describe_rank(self._chunks, self._vocab_size, rank, self._tp_group)
