@@ -218,7 +218,8 @@ def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOpt
                 raise ProofError(
                     f"{_tensor_in(manifest, item.storage)} is {item.dtype} in the trainer, and destination rank "
                     f"{item.rank} makes {lost_in} of it ({item.rule}) for {item.rule.target}, which loses part of its "
-                    "value; train and serve in one type, or allow narrowing"
+                    "value; train and serve in one type, or allow it: RefitOptions(allow_narrowing=True), or the flag "
+                    "--refit-allow-narrowing of a training script (--allow-narrowing of refit push)"
                 )
 
 

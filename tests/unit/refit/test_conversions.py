@@ -271,8 +271,14 @@ def test_what_loses_value_is_refused_unless_allowed(
     wanted = manifest_of(3, (storage("gate", dtype, 6, Rule("bias", steps)), WHOLE))
     if lost_in is not None:
         reason = rf"w is {dtype} in the trainer, and destination rank 3 makes {lost_in} of it \(.*\) for bias"
-        with pytest.raises(ProofError, match=reason):
+        with pytest.raises(ProofError, match=reason) as refused:
             proved([source], [wanted], dtype)
+        for way_out in (
+            "RefitOptions(allow_narrowing=True)",
+            "--refit-allow-narrowing",
+            "--allow-narrowing of refit push",
+        ):
+            assert way_out in str(refused.value)
     allowed = PlanOptions(allow_narrowing=lost_in is not None)
     assert len(proved([source], [wanted], dtype, allowed).conversions) == 1
 
