@@ -35,7 +35,7 @@ _HELP: Mapping[str, str] = MappingProxyType(
         "host": "address at which engines can reach the trainer's first machine",
         "allow_narrowing": "also push weights that an engine keeps in a narrower type than the trainer, which rounds "
         "them",
-        "lease_s": "how long engines wait for a sign of life from the trainer before they continue without it",
+        "lease_s": "how long engines wait for a heartbeat from the trainer before they continue without it",
     }
 )
 """Help of the flag of each option of :class:`RefitOptions`. A flag is named as its option, without the unit."""
