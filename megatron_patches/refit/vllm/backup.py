@@ -1,4 +1,4 @@
-"""A copy of the serving weights in host memory, from which they can be restored bit by bit."""
+"""A copy of the serving weights in host memory, from which they can be restored bit for bit."""
 
 from __future__ import annotations
 
