@@ -45,3 +45,14 @@ def test_contents_change_places_and_back(streams: int) -> None:
     for (one, other), (was, came) in zip(pairs, kept, strict=True):
         assert torch.equal(one, was)
         assert torch.equal(other, came)
+
+
+def test_content_that_is_not_kept_is_overwritten() -> None:
+    old, new = weights(1), weights(2)
+    kept = [other.clone() for other in new]
+    swap = Swap(list(zip(old, new, strict=True)))
+    assert [type(step).__name__ for step in swap._steps] == ["MemorySwap"]
+    swap.run(keeps_old=False)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, old, kept))
+    assert all(map(torch.equal, new, kept))

@@ -239,6 +239,50 @@ def test_processing_is_left_out_only_where_it_does_nothing(
     assert len(model.calls) == (1 if is_watched_once else 3)
 
 
+def test_a_lone_worker_keeps_no_old_weights() -> None:
+    from vllm.config import VllmConfig
+
+    from megatron_patches.refit.vllm.reload import Replacement
+
+    model = recorded()
+    replacement = Replacement(model, VllmConfig(), {"mixer.conv1d.weight": torch.full((24,), 2.0)}, is_alone=True)
+    replacement.build()
+    replacement.apply()
+    assert torch.equal(model.mixer.conv1d.weight, torch.full((6, 4), 2.0))
+    with pytest.raises(TransferError, match="the old weights were overwritten"):
+        replacement.undo()
+
+
+def test_a_lone_worker_gets_its_old_weights_back_where_what_attention_derives_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.config import VllmConfig
+
+    from megatron_patches.refit.vllm.releases import installed_release
+    from megatron_patches.refit.vllm.reload import Replacement
+
+    model: Any = recorded()
+    before = model.mixer.conv1d.weight.detach().clone()
+    calls: list[torch.Tensor] = []
+
+    def derived(dtype: torch.dtype) -> None:
+        calls.append(model.mixer.conv1d.weight.detach().clone())
+        if len(calls) == 1:
+            raise RuntimeError("no kernel")
+
+    model.mixer.process_weights_after_loading = derived
+    monkeypatch.setattr(installed_release(), "derives", lambda layer: layer is model.mixer)
+    staged = {"mixer.conv1d.weight": torch.full((24,), 2.0)}
+    replacement = Replacement(model, VllmConfig(), staged, is_alone=True)
+    monkeypatch.setattr(replacement._config, "model_config", SimpleNamespace(dtype=torch.float32))
+    replacement.build()
+    with pytest.raises(RuntimeError, match="no kernel"):
+        replacement.apply()
+    replacement.undo()
+    assert [bool((weight == 2).all()) for weight in calls] == [True, False]
+    assert torch.equal(model.mixer.conv1d.weight, before)
+
+
 def test_a_layer_is_watched_anew_where_its_weights_no_longer_lie_as_loaders_know_them() -> None:
     from megatron_patches.refit.vllm.layers import Layers
 

@@ -32,6 +32,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     origin,  # noqa: ANN001
     table,  # noqa: ANN001
     programs,  # noqa: ANN001
+    swaps: tl.constexpr,
     fields: tl.constexpr,
     vector: tl.constexpr,
     block: tl.constexpr,
@@ -45,10 +46,12 @@ def _exchange(  # type: ignore[no-untyped-def]
         other = tl.multiple_of(other, vector)
         count = tl.multiple_of(count, vector)
     mask = at < count
-    mine = tl.load(origin + one + at, mask=mask)
+    if swaps:
+        mine = tl.load(origin + one + at, mask=mask)
     theirs = tl.load(origin + other + at, mask=mask)
     tl.store(origin + one + at, theirs, mask=mask)
-    tl.store(origin + other + at, mine, mask=mask)
+    if swaps:
+        tl.store(origin + other + at, mine, mask=mask)
 
 
 class MemorySwap:
@@ -63,10 +66,10 @@ class MemorySwap:
         self._launches = _launches(stretches, device)
         self._run = 0
 
-    def run(self) -> None:
-        """Swaps the stretches."""
+    def run(self, *, keeps_old: bool = True) -> None:
+        """Swaps the stretches; or only copies each second one over the first, which halves the traffic."""
         for launch in self._launches[self._run :]:
-            launch.start()
+            launch.start(swaps=keeps_old)
             self._run += 1
 
     def undo(self) -> None:
@@ -87,10 +90,14 @@ class _Launch:
         table = np.empty((len(entries), _FIELDS), dtype=np.int64)
         table[:, :2] = (entries[:, :2] - self._origin.data_ptr()) // width
         table[:, 2], table[:, 3] = lengths, np.cumsum(counts) - counts
-        programs = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
-        self._table, self._programs = (torch.from_numpy(array).to(device) for array in (table, programs))
+        self._table = torch.from_numpy(table).to(device)
+        # Expanded on the device: it is much larger than the table, and a copy of it from the host would wait behind
+        # the weights that still arrive.
+        per_entry = torch.from_numpy(counts.astype(np.int32)).to(device)
+        self._programs = torch.repeat_interleave(per_entry, output_size=int(counts.sum()))
 
-    def start(self) -> None:
+    def start(self, *, swaps: bool = True) -> None:
+        """Launches the kernel; ``swaps`` as :meth:`MemorySwap.run` says."""
         device = self._origin.device
         # Triton launches on the current device, which may be a different one in a commit's thread.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -98,6 +105,7 @@ class _Launch:
                 triton.reinterpret(self._origin, _TYPES[self._width]),
                 self._table,
                 self._programs,
+                swaps=swaps,
                 fields=_FIELDS,
                 vector=_ALIGNED // self._width if self._width > 1 else 1,
                 block=_BLOCK[self._width],
@@ -119,8 +127,9 @@ def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launc
 
 
 def compile_for(device: torch.device) -> None:
-    """Compiles the kernel for a GPU, for both widths, so that the first commit does not wait for it."""
+    """Compiles the kernel for a GPU, in all its forms, so that the first commit does not wait for it."""
     scratch = torch.zeros(4 * _ALIGNED, dtype=torch.uint8, device=device)
     address = scratch.data_ptr()
     for launch in _launches([(address, address + 2 * _ALIGNED, _ALIGNED + 1)], device):
-        launch.start()
+        for swaps in (True, False):
+            launch.start(swaps=swaps)

@@ -47,6 +47,19 @@ class Layer:
         self.path, self.module, self._vllm = path, module, vllm
         self._method = vllm.method(module)
         self.is_plain = self._method is None or vllm.leaves_alone(self._method)
+        self._seen_plain: Sequence[tuple[object, ...]] = ()  # where its tensors were when it last served as it came
+
+    def serves_as_it_came(self) -> bool:
+        """Whether new weights need no processing, and what serves is exactly what loaders know.
+
+        The latter is examined again only after a tensor has moved or changed its form.
+        """
+        if not self.is_plain:
+            return False
+        places = _places(self.running())
+        if places != self._seen_plain:
+            self._seen_plain = places if self.has_loader_form() else ()
+        return places == self._seen_plain
 
     def running(self) -> dict[str, torch.Tensor]:
         """The serving parameters and buffers."""
@@ -60,6 +73,8 @@ class Layer:
 
     def views(self) -> dict[str, torch.Tensor]:
         """Buffers that were views of weights when the model was built, such as Mamba's ``conv_weights``."""
+        if not self.module._buffers:
+            return {}
         known = self._vllm.known_to_loaders(self.module)[1]
         return {
             name: buffer
@@ -270,11 +285,11 @@ class _Seen:
 
     Attributes:
         objects: attributes of the layer and of its method, without the layer's parameters and buffers.
-        places: for each of those, its memory and its form.
+        places: for each of those, its name, its memory and its form.
     """
 
     objects: Mapping[str, object]
-    places: Mapping[str, tuple[object, ...]]
+    places: Sequence[tuple[object, ...]]
 
     def same(self, other: _Seen) -> bool:
         """Whether nothing has changed: the objects must be identical, not only equal."""
@@ -293,8 +308,9 @@ def _look_at(module: nn.Module, method: object) -> _Seen:
         for name, value in attributes.items()
         if name not in left_out
     }
-    places = {
-        name: (span_of(tensor), tensor.shape, tensor.stride(), tensor.dtype)
-        for name, tensor in tensors_of(module).items()
-    }
-    return _Seen(objects, places)
+    return _Seen(objects, _places(tensors_of(module)))
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> list[tuple[object, ...]]:
+    """Where tensors are, and their form."""
+    return [(name, it.data_ptr(), it.shape, it.stride(), it.dtype) for name, it in tensors.items()]

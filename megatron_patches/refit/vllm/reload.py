@@ -24,7 +24,7 @@ from megatron_patches.refit.vllm.kv_scales import follow_scales
 from megatron_patches.refit.vllm.layers import Layer, Layers, join
 from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.releases.release import CACHE_SCALES, tensors_of
-from megatron_patches.refit.vllm.swap import Pair, Swap, Users, same_memory
+from megatron_patches.refit.vllm.swap import Pair, Swap, Users, is_dense, same_memory
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class Replacement:
         staged: flat memory of every loaded tensor, in loader form, by module path and attribute. The caller must not
             use it afterwards. It may be serving memory from :meth:`Layers.in_loader_form`.
         layers: the model's layers as known from earlier replacements; None to examine them again.
+        is_alone: whether no other worker could fail once this one has succeeded, so that :meth:`undo` would only follow
+            an error of :meth:`apply`. Old weights are then overwritten if nothing in :meth:`apply` computes.
     """
 
     def __init__(
@@ -96,12 +98,15 @@ class Replacement:
         vllm_config: VllmConfig,
         staged: Mapping[str, torch.Tensor],
         layers: Layers | None = None,
+        *,
+        is_alone: bool = False,
     ) -> None:
         self._model, self._config, self._staged = model, vllm_config, dict(staged)
         self._layers = layers or Layers(model)
         self._users = Users(self._staged.values())
         self._pairs: list[Pair] = []
         self._left: Sequence[tuple[Layer, Sequence[str]]] | None = None  # layers that must still be processed
+        self._keeps_old = not is_alone or derives_anything(model)
         self._swap: Swap | None = None
 
     def begin(self) -> None:
@@ -144,7 +149,8 @@ class Replacement:
     def apply(self) -> None:
         """Swaps the new weights with the old ones and refreshes what depends on them.
 
-        The old ones are kept until :meth:`forget`. After an error, call :meth:`undo`.
+        The old ones are kept until :meth:`forget`, unless ``is_alone`` says otherwise. After an error, call
+        :meth:`undo`.
 
         Raises:
             TransferError: before :meth:`build` has succeeded.
@@ -152,13 +158,17 @@ class Replacement:
         if self._swap is None:
             raise TransferError("nothing was built")
         with torch.no_grad(), set_current_vllm_config(self._config):
-            self._swap.run()
+            self._swap.run(keeps_old=self._keeps_old)
         refresh_attention(self._model, self._config)
         # Errors on a GPU must be known before the workers agree that there are none.
         self._await_devices()
 
     def undo(self) -> None:
-        """Restores what :meth:`apply` has replaced so far."""
+        """Restores what :meth:`apply` has replaced so far.
+
+        Raises:
+            TransferError: if it was overwritten.
+        """
         if self._swap is not None:
             with torch.no_grad():
                 self._swap.undo()
@@ -207,14 +217,16 @@ class Replacement:
 
     def _plain_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair] | None:
         """The same pairs if the layer's weights need no processing; otherwise None."""
-        as_it_came = layer.is_plain and layer.has_loader_form()
-        if not as_it_came and not CACHE_SCALES.issuperset(names):  # vLLM does not process these
+        if not layer.serves_as_it_came() and not CACHE_SCALES.issuperset(names):  # vLLM does not process these
             return None
         running = layer.running()
         pairs: list[Pair] = []
-        for name, flat in self._of(layer, names).items():
-            target = running[name].data
-            new = flat.as_strided(target.shape, target.stride())
+        for name in names:
+            target, new = running[name].data, self._staged[join(layer.path, name)]
+            if is_dense(target):  # then both are pieces of memory, whatever their shape
+                target = target.as_strided((target.numel(),), (1,))
+            else:
+                new = new.as_strided(target.shape, target.stride())
             layer.check_form(name, new, target)
             pairs.append((target, new))
         return pairs
@@ -222,6 +234,12 @@ class Replacement:
     def _of(self, layer: Layer, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The staged tensors of a layer, by attribute."""
         return {name: self._staged[join(layer.path, name)] for name in names}
+
+
+def derives_anything(model: nn.Module) -> bool:
+    """Whether a layer derives something from the weights of others; see :func:`refresh_attention`."""
+    vllm = installed_release()
+    return any(vllm.derives(layer) for layer in model.modules())
 
 
 def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:

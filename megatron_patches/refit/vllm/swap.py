@@ -1,9 +1,10 @@
 """Swaps new content into serving memory and keeps the old content in place of the new, without a third copy.
 
-[Note: exchange] Two tensors swap their content. On a GPU, pairs of tensors with equal layouts are swapped in one kernel
-launch. Other pairs are swapped piece by piece, through a buffer of bounded size. Swapping requires memory that nothing
-else reads or writes. So if a new tensor shares elements with another one, or processing has kept a reference to its
-memory, its content is copied instead, and the old content is kept in new memory.
+[Note: exchange] Two tensors swap their content, or the old content is overwritten if nobody could ask for it. On a GPU,
+pairs of tensors with equal layouts are swapped in one kernel launch. Other pairs are swapped piece by piece, through a
+buffer of bounded size. Swapping requires memory that nothing else reads or writes. So if a new tensor shares elements
+with another one, or processing has kept a reference to its memory, its content is copied instead, and the old content
+is kept in new memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_patches.refit.errors import TransferError
+
 ROOM_BYTES = 64 << 20
 _ALIGNMENT = 256
 
@@ -27,11 +30,16 @@ Span = tuple[int, int, int]
 
 def span_of(tensor: torch.Tensor) -> Span:
     """The memory span of a tensor's elements, gaps included; empty for a tensor without elements."""
-    width, low, numel = tensor.element_size(), int(tensor.storage_offset()), tensor.numel()
-    if numel and not tensor.is_contiguous():
-        numel = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-    high = low + numel
-    return int(tensor.untyped_storage()._cdata), low * width, high * width
+    low = int(tensor.storage_offset()) * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata), low, low + _extent(tensor)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last, gaps included."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * (1 + sum((extent - 1) * step for extent, step in steps))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -52,17 +60,17 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.device == other.device and one.stride() == other.stride()
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Indices of the tensors whose span overlaps another's."""
-    spans = sorted((span_of(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
+def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Indices of the tensors whose span overlaps another's, by address: devices share one range of addresses."""
+    starts = ((tensor.data_ptr(), tensor, index) for index, tensor in enumerate(tensors) if tensor.numel())
+    spans = sorted((start, start + _extent(tensor), index) for start, tensor, index in starts)
     found: set[int] = set()
-    reach: dict[int, tuple[int, int]] = {}  # by storage: the highest byte so far, and the index of its tensor
-    for (storage, low, high), index in spans:
-        highest, owner = reach.get(storage, (low, index))
+    highest, owner = 0, -1  # the highest byte so far, and the index of its tensor
+    for low, high, index in spans:
         if low < highest:
             found |= {index, owner}
-        if high > highest or storage not in reach:
-            reach[storage] = high, index
+        if high > highest:
+            highest, owner = high, index
     return found
 
 
@@ -134,17 +142,30 @@ class Swap:
             _Group(pieces, places) for pieces, places in _grouped(by_pieces, room_bytes, _Rooms(room_bytes))
         ]
         self._kept: list[Pair] = []
+        self._keeps_old = True
 
-    def run(self) -> None:
-        """Puts the new content in place. After an error, call :meth:`undo`."""
+    def run(self, *, keeps_old: bool = True) -> None:
+        """Puts the new content in place. After an error, call :meth:`undo`.
+
+        Args:
+            keeps_old: whether to keep the old content for :meth:`undo`. Without it, half as many bytes move.
+        """
+        self._keeps_old = keeps_old
         for old, new in self._copied:
-            self._kept.append((old, old.clone()))
+            if keeps_old:
+                self._kept.append((old, old.clone()))
             old.copy_(new)
         for step in self._steps:
-            step.run()
+            step.run(keeps_old=keeps_old)
 
     def undo(self) -> None:
-        """Restores what :meth:`run` has replaced so far. The new content is lost."""
+        """Restores what :meth:`run` has replaced so far. The new content is lost.
+
+        Raises:
+            TransferError: if the old content was not kept.
+        """
+        if not self._keeps_old:
+            raise TransferError("the old weights were overwritten")
         for step in reversed(self._steps):
             step.undo()
         for old, before in reversed(self._kept):
@@ -154,8 +175,8 @@ class Swap:
 class _Step(Protocol):
     """Part of an exchange."""
 
-    def run(self) -> None:
-        """Puts the new content in place."""
+    def run(self, *, keeps_old: bool) -> None:
+        """Puts the new content in place, and the old content where the new was, if it is to be kept."""
 
     def undo(self) -> None:
         """Restores the old content, as far as it was replaced."""
@@ -175,7 +196,10 @@ class _Group:
         self._places = list(places)
         self._old_in: list[torch.Tensor] | None = None  # where the old content is while it is replaced
 
-    def run(self) -> None:
+    def run(self, *, keeps_old: bool) -> None:
+        if not keeps_old:
+            torch._foreach_copy_(self._serving, self._other)
+            return
         torch._foreach_copy_(self._places, self._serving)
         self._old_in = self._places
         torch._foreach_copy_(self._serving, self._other)

@@ -79,6 +79,11 @@ class ServingModel:
         return f"engine worker {self.worker} on {socket.gethostname()}:{os.getpid()}"
 
     @property
+    def is_alone(self) -> bool:
+        """Whether its engine has no other worker."""
+        return int(self.config.parallel_config.world_size_across_dp) == 1
+
+    @property
     def level(self) -> int:
         """Level of messages that one of an engine's workers logs for all."""
         return logging.INFO if self.config.parallel_config.rank == 0 else logging.DEBUG
@@ -327,7 +332,10 @@ class WorkerSession:
 
     def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
         """The new weights, prepared as far as possible before the commit, for which requests wait."""
-        replacement = Replacement(self._serving.model, self._serving.config, parameters, self._layout.layers)
+        serving = self._serving
+        replacement = Replacement(
+            serving.model, serving.config, parameters, self._layout.layers, is_alone=serving.is_alone
+        )
         if self._may_go_on:
             replacement.begin()
         elif self._in_place is None:

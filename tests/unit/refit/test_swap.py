@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.swap import Pair, Swap, Users, is_dense, overlapping, same_memory
 from tests.support.launch import run_distributed
 
@@ -66,6 +67,19 @@ def test_contents_change_places_and_back(case: str) -> None:
     assert [raw(other) for _, other in pairs] == old
     swap.undo()
     assert [raw(one) for one, _ in pairs] == old
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_content_that_is_not_kept_is_overwritten_and_cannot_be_put_back(case: str) -> None:
+    pairs = CASES[case]()
+    new = [raw(other) for _, other in pairs]
+    swap = Swap(pairs, room_bytes=ROOM)
+    swap.run(keeps_old=False)
+    assert [raw(one) for one, _ in pairs] == new
+    assert [raw(other) for _, other in pairs] == new
+    with pytest.raises(TransferError, match="the old weights were overwritten"):
+        swap.undo()
+    assert [raw(one) for one, _ in pairs] == new
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -146,7 +160,7 @@ def exchange_by_kernel(rank: int, world_size: int) -> int:
     assert [around(tensor) for pair in pairs for tensor in pair] == rest
 
     # The second of its launches fails: the first is undone alone.
-    def refused() -> None:
+    def refused(*, swaps: bool) -> None:
         raise MemoryError("no room for a launch")
 
     whole = exchange_kernel.MemorySwap(
@@ -160,6 +174,13 @@ def exchange_by_kernel(rank: int, world_size: int) -> int:
     assert [raw(one) for one, _ in pairs[:32]] != old[:32]
     whole.undo()
     assert [raw(one) for one, _ in pairs] == old
+
+    pairs = [*of_any_alignment(), *alike(), *otherwise_laid()]  # undoing has lost some of the new content
+    rest = [around(tensor) for pair in pairs for tensor in pair]
+    Swap(pairs, room_bytes=ROOM, kernels=True).run(keeps_old=False)
+    assert [raw(one) for one, _ in pairs] == new
+    assert [raw(other) for _, other in pairs] == new
+    assert [around(tensor) for pair in pairs for tensor in pair] == rest
     return len(pairs)
 
 
