@@ -283,6 +283,26 @@ def test_a_lone_worker_gets_its_old_weights_back_where_what_attention_derives_fa
     assert torch.equal(model.mixer.conv1d.weight, before)
 
 
+def test_weights_are_looked_up_anew_once_they_have_moved() -> None:
+    """A parameter that something else replaced between two versions."""
+    from megatron_patches.refit.vllm.layers import Layers
+
+    model: Any = layer_with(nothing)
+    layers = Layers(model)
+    replaced(model, 3.0, layers, in_place=False)  # now the layer is known to be plain
+    replaced(model, 4.0, layers, in_place=False).forget()
+    names = ["inner.weight", "inner.bias"]
+    found = layers.as_loaded(names)
+    assert found is layers.as_loaded(names)
+    assert (list(found.memory), found.processed) == (names, [])
+    old = model.inner.weight
+    model.inner.weight = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+    replaced(model, 5.0, layers, in_place=False)
+    assert torch.equal(model.inner.weight, torch.full((6, 4), 5.0))
+    assert torch.equal(old, torch.full((6, 4), 4.0))
+    assert list(layers.as_loaded(["inner.bias"]).memory) == ["inner.bias"]
+
+
 def test_a_layer_is_watched_anew_where_its_weights_no_longer_lie_as_loaders_know_them() -> None:
     from megatron_patches.refit.vllm.layers import Layers
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.releases import installed_release
-from megatron_patches.refit.vllm.releases.release import PROCESSED, Release, tensors_of
+from megatron_patches.refit.vllm.releases.release import CACHE_SCALES, PROCESSED, Release, tensors_of
 from megatron_patches.refit.vllm.swap import Pair, Users, is_dense, overlapping, same_memory, span_of
 
 
@@ -47,19 +47,6 @@ class Layer:
         self.path, self.module, self._vllm = path, module, vllm
         self._method = vllm.method(module)
         self.is_plain = self._method is None or vllm.leaves_alone(self._method)
-        self._seen_plain: Sequence[tuple[object, ...]] = ()  # where its tensors were when it last served as it came
-
-    def serves_as_it_came(self) -> bool:
-        """Whether new weights need no processing, and what serves is exactly what loaders know.
-
-        The latter is examined again only after a tensor has moved or changed its form.
-        """
-        if not self.is_plain:
-            return False
-        places = _places(self.running())
-        if places != self._seen_plain:
-            self._seen_plain = places if self.has_loader_form() else ()
-        return places == self._seen_plain
 
     def running(self) -> dict[str, torch.Tensor]:
         """The serving parameters and buffers."""
@@ -88,6 +75,16 @@ class Layer:
         return all(name in running and _same_form(running[name], tensor) for name, tensor in form.items()) and (
             len(running) == len(form) or len(running) == len(form) + len(self.views())
         )
+
+    def as_loaded(self, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+        """Serving memory of some weights, flat, by full name, if new ones need no processing; otherwise None."""
+        as_they_came = self.is_plain and self.has_loader_form()
+        if not as_they_came and not CACHE_SCALES.issuperset(names):  # vLLM does not process these
+            return None
+        running = self.running()
+        if not all(is_dense(running[name]) for name in names):
+            return None
+        return {join(self.path, name): _flat(running[name]) for name in names}
 
     def process(self, staged: Mapping[str, torch.Tensor]) -> list[Pair]:
         """Runs vLLM's processing of newly loaded weights.
@@ -118,25 +115,13 @@ class Layer:
                 else:
                     new = getattr(module, name).data
                 if new is not None:
-                    self.check_form(name, new, target)
+                    check_form(join(self.path, name), new, target)
                     pairs.append((target.data, new))
         finally:
             self._vllm.put_back(module)
         storages = {int(tensor.untyped_storage()._cdata) for tensor in staged.values()}
         self.is_plain = is_plain and storages <= users.joined_only_by(chain.from_iterable(pairs))
         return pairs
-
-    def check_form(self, name: str, new: torch.Tensor, target: torch.Tensor) -> None:
-        """Checks that new content fits the serving memory.
-
-        Raises:
-            TransferError: if its shape or dtype differs.
-        """
-        if new.shape != target.shape or new.dtype != target.dtype:
-            raise TransferError(
-                f"{join(self.path, name)} came out as {new.dtype} of shape {tuple(new.shape)}; the running model has "
-                f"{target.dtype} of shape {tuple(target.shape)}"
-            )
 
     def _keeps(self, name: str) -> bool:
         """Whether vLLM never moves a tensor to the meta device; processing does not change such tensors."""
@@ -181,17 +166,49 @@ class Layer:
         return tensor
 
 
+def check_form(name: str, new: torch.Tensor, target: torch.Tensor) -> None:
+    """Checks that new content of a weight fits the serving memory.
+
+    Raises:
+        TransferError: if its shape or dtype differs.
+    """
+    if new.shape != target.shape or new.dtype != target.dtype:
+        raise TransferError(
+            f"{name} came out as {new.dtype} of shape {tuple(new.shape)}; the running model has {target.dtype} of "
+            f"shape {tuple(target.shape)}"
+        )
+
+
+@dataclass(frozen=True)
+class AsLoaded:
+    """Where some weights serve, by what must be done to newly loaded ones.
+
+    Attributes:
+        memory: those that serve as they are loaded: their serving memory, flat, by module path and attribute.
+        processed: the layers of the others, with attributes.
+    """
+
+    memory: Mapping[str, torch.Tensor]
+    processed: Sequence[tuple[Layer, Sequence[str]]]
+
+
 class Layers:
     """All layers of a model.
 
     Args:
         model: the model.
+
+    Attributes:
+        has_derived: whether a layer derives something from the weights of others, as attention may.
     """
 
     def __init__(self, model: nn.Module) -> None:
         vllm = installed_release()
         self._layers = [Layer(path, module, vllm) for path, module in model.named_modules()]
         self._of = {join(layer.path, name): (layer, name) for layer in self._layers for name in layer.loader_form()}
+        self.has_derived = any(vllm.derives(layer.module) for layer in self._layers)
+        self._as_loaded = AsLoaded({}, ())
+        self._seen: tuple[object, ...] = ()  # what the last examination was of
 
     def of(self, names: Collection[str]) -> list[tuple[Layer, list[str]]]:
         """The layers that have weights of these names, with the weights' attribute names.
@@ -207,6 +224,29 @@ class Layers:
             layer, name = self._of[full]
             found.setdefault(id(layer), (layer, []))[1].append(name)
         return list(found.values())
+
+    def as_loaded(self, names: Collection[str]) -> AsLoaded:
+        """Sorts weights by whether they serve as they are loaded.
+
+        Examined again only if other weights are asked for, a layer is found to be plain, or a tensor has moved:
+        examining them takes longer than what arrives last of a version.
+
+        Raises:
+            TransferError: as :meth:`of`.
+        """
+        layers = self.of(names)
+        seen = (set(names), [(layer.is_plain, _places(layer.running())) for layer, _ in layers])
+        if seen != self._seen:
+            memory: dict[str, torch.Tensor] = {}
+            processed = []
+            for layer, attributes in layers:
+                flat = layer.as_loaded(attributes)
+                if flat is None:
+                    processed.append((layer, attributes))
+                else:
+                    memory |= flat
+            self._as_loaded, self._seen = AsLoaded(memory, processed), seen
+        return self._as_loaded
 
     def check_views(self) -> None:
         """Checks that buffers that were views of weights when the model was built still are.
@@ -252,7 +292,7 @@ class Layers:
             for name in found:
                 tensor, form = layer.running().get(name), layer.loader_form()[name]
                 if tensor is not None and _same_form(tensor, form) and is_dense(tensor) and tensor.numel():
-                    kept[join(layer.path, name)] = tensor.data.as_strided((tensor.numel(),), (1,))
+                    kept[join(layer.path, name)] = _flat(tensor)
         return kept
 
 
@@ -273,6 +313,11 @@ def _leaves_nothing(func: Any, args: Sequence[Any]) -> bool:
     if func is not torch.ops.aten.copy_.default:
         return False
     return _same_form(args[0], args[1]) and same_memory(args[0], args[1])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor."""
+    return tensor.data.as_strided((tensor.numel(),), (1,))
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,10 +21,10 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 from megatron_patches.refit.errors import TransferError, UnsupportedEngineError
 from megatron_patches.refit.vllm.kv_scales import follow_scales
-from megatron_patches.refit.vllm.layers import Layer, Layers, join
+from megatron_patches.refit.vllm.layers import Layer, Layers, check_form, join
 from megatron_patches.refit.vllm.releases import installed_release
-from megatron_patches.refit.vllm.releases.release import CACHE_SCALES, tensors_of
-from megatron_patches.refit.vllm.swap import Pair, Swap, Users, is_dense, same_memory
+from megatron_patches.refit.vllm.releases.release import tensors_of
+from megatron_patches.refit.vllm.swap import Pair, Swap, Users, same_memory
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +103,10 @@ class Replacement:
     ) -> None:
         self._model, self._config, self._staged = model, vllm_config, dict(staged)
         self._layers = layers or Layers(model)
-        self._users = Users(self._staged.values())
-        self._pairs: list[Pair] = []
         self._left: Sequence[tuple[Layer, Sequence[str]]] | None = None  # layers that must still be processed
-        self._keeps_old = not is_alone or derives_anything(model)
+        self._plain: list[Pair] = []  # of weights that need no processing
+        self._users = Users()  # of the memory of the others
+        self._keeps_old = not is_alone or self._layers.has_derived
         self._swap: Swap | None = None
 
     def begin(self) -> None:
@@ -116,16 +116,14 @@ class Replacement:
             TransferError: as :meth:`build`.
         """
         self._layers.check_views()
-        left = []
-        for layer, names in self._layers.of(self._staged):
-            plain = self._plain_tensors(layer, names)
-            if plain is None:
-                left.append((layer, names))
-            else:
-                self._pairs += plain
-        self._left = left
-        if not left:
-            self._make_swap()
+        found = self._layers.as_loaded(self._staged)
+        for name, serving in found.memory.items():
+            check_form(name, self._staged[name], serving)
+            self._plain.append((serving, self._staged[name]))
+        self._users = Users(tensor for layer, names in found.processed for tensor in self._of(layer, names).values())
+        self._left = found.processed
+        if not self._left:
+            self._make_swap([])
 
     def build(self) -> None:
         """Processes the staged weights layer by layer, as vLLM does after loading.
@@ -138,13 +136,13 @@ class Replacement:
         left, self._left = self._left, []
         if left:
             logger.info("refit: vLLM processes the weights of %d layers while the engine waits", len(left))
-            # The receiver of the weights may have had views of them when begin() ran.
-            self._users.settle(new for _, new in self._pairs)
+            self._users.settle(())  # the receiver of the weights may have had views of them when begin() ran
+        pairs: list[Pair] = []
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer, names in left or ():
-                self._pairs += self._new_tensors(layer, names)
+                pairs += layer.process(self._of(layer, names))
         if self._swap is None:
-            self._make_swap()
+            self._make_swap(pairs)
 
     def apply(self) -> None:
         """Swaps the new weights with the old ones and refreshes what depends on them.
@@ -179,7 +177,7 @@ class Replacement:
 
     def forget(self) -> None:
         """Frees the old weights."""
-        self._swap, self._staged, self._users, self._pairs = None, {}, Users(), []
+        self._swap, self._staged, self._users, self._plain = None, {}, Users(), []
 
     def replace(self) -> None:
         """Builds and applies layer by layer, with memory for one layer. Keeps none of the old weights.
@@ -188,10 +186,15 @@ class Replacement:
             TransferError: as :meth:`build`; the model is then a mixture.
         """
         self._layers.check_views()
-        self._users = Users()  # Users keeps references to what it counts
+        found = self._layers.as_loaded(self._staged)
+        for name, serving in found.memory.items():
+            new = self._staged.pop(name)
+            check_form(name, new, serving)
+            if not same_memory(serving, new):
+                serving.copy_(new)
         with torch.no_grad(), set_current_vllm_config(self._config):
-            for layer, names in self._layers.of(self._staged):
-                for target, new in self._new_tensors(layer, names):
+            for layer, names in found.processed:
+                for target, new in layer.process(self._of(layer, names)):
                     if not same_memory(target, new):
                         target.copy_(new)
                 for name in names:
@@ -202,44 +205,17 @@ class Replacement:
         for device in {tensor.device for tensor in self._staged.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
-    def _make_swap(self) -> None:
+    def _make_swap(self, processed: Sequence[Pair]) -> None:
         with torch.no_grad():
-            self._swap = Swap(self._pairs, self._users)
+            self._swap = Swap(processed, self._users, plain=self._plain)
         if self._swap.copied_bytes:
             logger.info(
                 "refit: %d bytes are copied aside, as more than these weights use them", self._swap.copied_bytes
             )
 
-    def _new_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair]:
-        """Pairs of a layer's serving memory and its new content."""
-        plain = self._plain_tensors(layer, names)
-        return layer.process(self._of(layer, names)) if plain is None else plain
-
-    def _plain_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair] | None:
-        """The same pairs if the layer's weights need no processing; otherwise None."""
-        if not layer.serves_as_it_came() and not CACHE_SCALES.issuperset(names):  # vLLM does not process these
-            return None
-        running = layer.running()
-        pairs: list[Pair] = []
-        for name in names:
-            target, new = running[name].data, self._staged[join(layer.path, name)]
-            if is_dense(target):  # then both are pieces of memory, whatever their shape
-                target = target.as_strided((target.numel(),), (1,))
-            else:
-                new = new.as_strided(target.shape, target.stride())
-            layer.check_form(name, new, target)
-            pairs.append((target, new))
-        return pairs
-
     def _of(self, layer: Layer, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The staged tensors of a layer, by attribute."""
         return {name: self._staged[join(layer.path, name)] for name in names}
-
-
-def derives_anything(model: nn.Module) -> bool:
-    """Whether a layer derives something from the weights of others; see :func:`refresh_attention`."""
-    vllm = installed_release()
-    return any(vllm.derives(layer) for layer in model.modules())
 
 
 def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:

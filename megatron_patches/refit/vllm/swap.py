@@ -117,6 +117,7 @@ class Swap:
     Args:
         pairs: the memory and its new content, in order. The caller must not use the new tensors afterwards.
         users: counts for the memory of the new content, from before ``pairs`` were made from it.
+        plain: further pairs, from whose new content nothing was made, so that nobody can have kept a part of it.
         room_bytes: size of the buffer on each device.
         kernels: whether to use the Triton kernel; None to use it where Triton and a GPU are available.
 
@@ -130,10 +131,11 @@ class Swap:
         users: Users | None = None,
         room_bytes: int = ROOM_BYTES,
         *,
+        plain: Sequence[Pair] = (),
         kernels: bool | None = None,
     ) -> None:
-        pairs = [pair for pair in pairs if pair[0].numel() and not same_memory(*pair)]
-        exchanged, self._copied = _sort(pairs, users or Users())
+        made, given = ([pair for pair in some if pair[0].numel() and not same_memory(*pair)] for some in (pairs, plain))
+        exchanged, self._copied = _sort(made, users or Users(), given)
         self.copied_bytes = sum(old.numel() * old.element_size() for old, _ in self._copied)
         by_kernel, by_pieces = _by_kernel(exchanged, kernels)
         self._of_kernel = [pair for pairs in by_kernel.values() for pair in pairs]  # kept: steps know only addresses
@@ -239,15 +241,16 @@ def users_of(tensor: torch.Tensor) -> int:
     return count
 
 
-def _sort(pairs: Sequence[Pair], users: Users) -> tuple[list[Pair], list[Pair]]:
+def _sort(made: Sequence[Pair], users: Users, given: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
     """Splits pairs into those that can be swapped and those whose content must be copied."""
-    shared = overlapping([tensor for pair in pairs for tensor in pair])
-    own = users.joined_only_by([new for _, new in pairs])
+    pairs = [*given, *made]
+    shared = overlapping(tensor for pair in pairs for tensor in pair)
+    own = users.joined_only_by([new for _, new in made])
     exchanged: list[Pair] = []
     copied: list[Pair] = []
     for index, (old, new) in enumerate(pairs):
         apart = not shared & {2 * index, 2 * index + 1} and is_dense(old) and is_dense(new)
-        is_own = int(new.untyped_storage()._cdata) in own
+        is_own = index < len(given) or int(new.untyped_storage()._cdata) in own
         (exchanged if is_own and apart else copied).append((old, new))
     return exchanged, copied
 

@@ -381,7 +381,8 @@ def adapter_session(
     monkeypatch.setattr(adapter_session, "factors_of", lambda _: factors_of(factors()))
     monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
     config = SimpleNamespace(
-        additional_config={}, parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        additional_config={},
+        parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, world_size_across_dp=1, rank=0),
     )
     call = RefitCall(
         call="join",

@@ -42,7 +42,7 @@ class Layers:
 def relays(*storages: Storage, **tensors: torch.Tensor) -> Relays:
     manifest = Manifest(0, "here", storages, ())
     layers = cast(Any, Layers(**tensors))
-    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, world_size_across_dp=1, rank=0)
     config = cast(Any, SimpleNamespace(additional_config={}, parallel_config=parallel))
     serving = ServingModel(torch.nn.Identity(), config, torch.device("cpu"))
     return Relays(Model({}, ()), manifest, layers, serving)

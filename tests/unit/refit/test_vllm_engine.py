@@ -246,7 +246,7 @@ def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: s
     rendezvous = Rendezvous(1, 60.0, Registry(1).answer)
     try:
         call = {"call": "join", **asdict(rendezvous.invitation), "sources": 1, field: value}
-        parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        parallel = SimpleNamespace(data_parallel_index=0, world_size=1, world_size_across_dp=1, rank=0)
         config = SimpleNamespace(parallel_config=parallel)
         serving = ServingModel(nn.Linear(1, 1), cast(Any, config), torch.device("cpu"))
         with pytest.raises(ValueError, match=value):

@@ -110,8 +110,9 @@ class Replacement:
     done: list[str]
     refused: tuple[str, ...] = ()
 
-    def __init__(self, *_: object) -> None:
-        """Nothing."""
+    def __init__(self, *_: object, is_alone: bool) -> None:
+        """Of an engine of two workers."""
+        assert not is_alone
 
     def __getattr__(self, name: str) -> Callable[[], None]:
         def do() -> None:
@@ -190,7 +191,7 @@ def session(
 ) -> WorkerSession:
     log = StateLog("a trainer", logging.DEBUG)
     log.enter(State.READY)
-    parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=1)
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=2, world_size_across_dp=2, rank=1)
     config = cast(Any, SimpleNamespace(additional_config={}, parallel_config=parallel))
     serving = ServingModel(nn.Linear(1, 1), config, torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)

@@ -51,6 +51,7 @@ _NAMES = (
     "vllm.config:ParallelConfig._api_process_count",
     "vllm.config:ParallelConfig.data_parallel_index",
     "vllm.config:ParallelConfig.enable_eplb",
+    "vllm.config:ParallelConfig.world_size_across_dp",
     "vllm.config:VllmConfig.lora_config",
     "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA",
     "vllm.config:VllmConfig.quant_config",
