@@ -239,18 +239,28 @@ def test_processing_is_left_out_only_where_it_does_nothing(
     assert len(model.calls) == (1 if is_watched_once else 3)
 
 
-def test_a_lone_worker_keeps_no_old_weights() -> None:
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_only_a_lone_worker_may_overwrite_old_weights(is_alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import VllmConfig
 
     from megatron_patches.refit.vllm.reload import Replacement
+    from megatron_patches.refit.vllm.swap import Swap
 
+    kept: list[bool] = []
+    run = Swap.run
+
+    def watched(swap: Swap, *, keeps_old: bool) -> None:
+        kept.append(keeps_old)
+        run(swap, keeps_old=keeps_old)
+
+    monkeypatch.setattr(Swap, "run", watched)
     model = recorded()
-    replacement = Replacement(model, VllmConfig(), {"mixer.conv1d.weight": torch.full((24,), 2.0)}, is_alone=True)
+    staged = {"mixer.conv1d.weight": torch.full((24,), 2.0)}
+    replacement = Replacement(model, VllmConfig(), staged, is_alone=is_alone)
     replacement.build()
     replacement.apply()
     assert torch.equal(model.mixer.conv1d.weight, torch.full((6, 4), 2.0))
-    with pytest.raises(TransferError, match="the old weights were overwritten"):
-        replacement.undo()
+    assert kept == [not is_alone]
 
 
 def test_a_lone_worker_gets_its_old_weights_back_where_what_attention_derives_fails(
@@ -274,6 +284,7 @@ def test_a_lone_worker_gets_its_old_weights_back_where_what_attention_derives_fa
     monkeypatch.setattr(installed_release(), "derives", lambda layer: layer is model.mixer)
     staged = {"mixer.conv1d.weight": torch.full((24,), 2.0)}
     replacement = Replacement(model, VllmConfig(), staged, is_alone=True)
+    assert replacement._keeps_old
     monkeypatch.setattr(replacement._config, "model_config", SimpleNamespace(dtype=torch.float32))
     replacement.build()
     with pytest.raises(RuntimeError, match="no kernel"):

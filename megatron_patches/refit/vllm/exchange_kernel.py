@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from megatron_patches.refit.errors import TransferError
+
 Stretch = tuple[int, int, int]
 """Two addresses, and the number of bytes to swap between them."""
 
@@ -65,15 +67,27 @@ class MemorySwap:
     def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
         self._launches = _launches(stretches, device)
         self._run = 0
+        self._is_final = False  # whether the last launch has overwritten old content
 
-    def run(self, *, keeps_old: bool = True) -> None:
-        """Swaps the stretches; or only copies each second one over the first, which halves the traffic."""
+    def run(self, *, keeps_old: bool) -> None:
+        """Swaps the stretches. Without ``keeps_old``, the last launch only copies, which halves its traffic.
+
+        A launch that fails has written nothing, so all can be undone then.
+        """
         for launch in self._launches[self._run :]:
-            launch.start(swaps=keeps_old)
+            swaps = keeps_old or launch is not self._launches[-1]
+            launch.start(swaps=swaps)
             self._run += 1
+            self._is_final = not swaps
 
     def undo(self) -> None:
-        """Swaps back those that have been swapped."""
+        """Swaps back those that have been swapped.
+
+        Raises:
+            TransferError: if the old content was overwritten.
+        """
+        if self._is_final:
+            raise TransferError("the old weights were overwritten")
         while self._run:
             self._launches[self._run - 1].start()
             self._run -= 1
@@ -97,7 +111,7 @@ class _Launch:
         self._programs = torch.repeat_interleave(per_entry, output_size=int(counts.sum()))
 
     def start(self, *, swaps: bool = True) -> None:
-        """Launches the kernel; ``swaps`` as :meth:`MemorySwap.run` says."""
+        """Launches the kernel, which swaps or only copies the second stretches over the first."""
         device = self._origin.device
         # Triton launches on the current device, which may be a different one in a commit's thread.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -122,7 +136,7 @@ def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launc
     wide[:, 2] = wide_bytes
     narrow[:, :2] += wide_bytes[:, None]
     narrow[:, 2] -= wide_bytes
-    parts = [(wide[wide[:, 2] > 0], _WIDE), (narrow[narrow[:, 2] > 0], 1)]
+    parts = [(narrow[narrow[:, 2] > 0], 1), (wide[wide[:, 2] > 0], _WIDE)]  # the last may overwrite: most of it
     return [_Launch(entries, width, device) for entries, width in parts if len(entries)]
 
 

@@ -235,7 +235,8 @@ class Layers:
             TransferError: as :meth:`of`.
         """
         layers = self.of(names)
-        seen = (set(names), [(layer.is_plain, _places(layer.running())) for layer, _ in layers])
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would pass each look through Python
+            seen = (set(names), [(layer.is_plain, _places(layer.running())) for layer, _ in layers])
         if seen != self._seen:
             memory: dict[str, torch.Tensor] = {}
             processed = []

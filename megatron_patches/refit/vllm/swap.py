@@ -1,10 +1,10 @@
 """Swaps new content into serving memory and keeps the old content in place of the new, without a third copy.
 
-[Note: exchange] Two tensors swap their content, or the old content is overwritten if nobody could ask for it. On a GPU,
-pairs of tensors with equal layouts are swapped in one kernel launch. Other pairs are swapped piece by piece, through a
-buffer of bounded size. Swapping requires memory that nothing else reads or writes. So if a new tensor shares elements
-with another one, or processing has kept a reference to its memory, its content is copied instead, and the old content
-is kept in new memory.
+[Note: exchange] Two tensors swap their content. On a GPU, pairs of tensors with equal layouts are swapped in one kernel
+launch, which only copies if nobody could ask for the old content afterwards. Other pairs are swapped piece by piece,
+through a buffer of bounded size. Swapping requires memory that nothing else reads or writes. So if a new tensor shares
+elements with another one, or processing has kept a reference to its memory, its content is copied instead, and the old
+content is kept in new memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
-
-from megatron_patches.refit.errors import TransferError
 
 ROOM_BYTES = 64 << 20
 _ALIGNMENT = 256
@@ -139,35 +137,31 @@ class Swap:
         self.copied_bytes = sum(old.numel() * old.element_size() for old, _ in self._copied)
         by_kernel, by_pieces = _by_kernel(exchanged, kernels)
         self._of_kernel = [pair for pairs in by_kernel.values() for pair in pairs]  # kept: steps know only addresses
-        self._steps: list[_Step] = [_exchange_of(device, pairs) for device, pairs in by_kernel.items()]
-        self._steps += [
+        self._steps: list[_Step] = [
             _Group(pieces, places) for pieces, places in _grouped(by_pieces, room_bytes, _Rooms(room_bytes))
         ]
+        self._steps += [_exchange_of(device, pairs) for device, pairs in by_kernel.items()]
         self._kept: list[Pair] = []
-        self._keeps_old = True
 
     def run(self, *, keeps_old: bool = True) -> None:
         """Puts the new content in place. After an error, call :meth:`undo`.
 
         Args:
-            keeps_old: whether to keep the old content for :meth:`undo`. Without it, half as many bytes move.
+            keeps_old: whether :meth:`undo` must also work after success. If not, and if a kernel comes last, its last
+                launch overwrites: nothing fails after it.
         """
-        self._keeps_old = keeps_old
         for old, new in self._copied:
-            if keeps_old:
-                self._kept.append((old, old.clone()))
+            self._kept.append((old, old.clone()))
             old.copy_(new)
         for step in self._steps:
-            step.run(keeps_old=keeps_old)
+            step.run(keeps_old=keeps_old or step is not self._steps[-1])
 
     def undo(self) -> None:
         """Restores what :meth:`run` has replaced so far. The new content is lost.
 
         Raises:
-            TransferError: if the old content was not kept.
+            TransferError: if the old content was overwritten.
         """
-        if not self._keeps_old:
-            raise TransferError("the old weights were overwritten")
         for step in reversed(self._steps):
             step.undo()
         for old, before in reversed(self._kept):
@@ -178,7 +172,7 @@ class _Step(Protocol):
     """Part of an exchange."""
 
     def run(self, *, keeps_old: bool) -> None:
-        """Puts the new content in place, and the old content where the new was, if it is to be kept."""
+        """Puts the new content in place, and the old where the new was; ``keeps_old`` as for :meth:`Swap.run`."""
 
     def undo(self) -> None:
         """Restores the old content, as far as it was replaced."""
@@ -198,10 +192,7 @@ class _Group:
         self._places = list(places)
         self._old_in: list[torch.Tensor] | None = None  # where the old content is while it is replaced
 
-    def run(self, *, keeps_old: bool) -> None:
-        if not keeps_old:
-            torch._foreach_copy_(self._serving, self._other)
-            return
+    def run(self, *, keeps_old: bool) -> None:  # noqa: ARG002 - of many pieces, some could be copied and others not
         torch._foreach_copy_(self._places, self._serving)
         self._old_in = self._places
         torch._foreach_copy_(self._serving, self._other)
