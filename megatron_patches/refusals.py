@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etp.formats import MXFP8, NVFP4, Float8Block, Float8PerTensor
+from etp.formats import MXFP8, NVFP4, Float8Block
 from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default, too_old_for
 
 FP8_RECIPES = {
     "blockwise": Float8Block.row_alignment,
-    "tensorwise": Float8PerTensor.row_alignment,
+    # The format needs none, but Transformer Engine checks the rows of a shard as if it multiplied with the shard.
+    "tensorwise": 8,
     "mxfp8": MXFP8.row_alignment,
 }
 """The values of ``--fp8-recipe`` that are supported, each with the row alignment of shards that it needs."""
@@ -327,18 +328,6 @@ REFUSALS = (
         "use --transformer-impl transformer_engine, which needs GPUs",
     ),
     Refusal(
-        "--fp8-recipe blockwise and --etp-pad-for-alignment 0",
-        lambda args: (
-            bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "blockwise" and not args.etp_pad_for_alignment
-        ),
-        "give --etp-pad-for-alignment 128: scales belong to blocks of 128 rows, which shards must not cut",
-    ),
-    Refusal(
-        "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
-        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and not args.etp_pad_for_alignment,
-        "give --etp-pad-for-alignment 32: scales of columns belong to 32 rows, which shards must not cut",
-    ),
-    Refusal(
         "--fp4-format on a GPU before Blackwell",
         lambda args: bool(_get(args, "fp4")) and bool(too_old_for(NVFP4)),
         "use --fp8-format e4m3 --fp8-recipe blockwise: NVFP4 needs compute capability 10.0",
@@ -357,11 +346,6 @@ REFUSALS = (
         "--fp4-format without Transformer Engine",
         lambda args: bool(_get(args, "fp4")) and _get(args, "transformer_impl") != "transformer_engine",
         "use --transformer-impl transformer_engine, which needs GPUs",
-    ),
-    Refusal(
-        "--fp4-format and --etp-pad-for-alignment 0",
-        lambda args: bool(_get(args, "fp4")) and not args.etp_pad_for_alignment,
-        "give --etp-pad-for-alignment 16: scales belong to blocks of 16 rows, which shards must not cut",
     ),
     Refusal(
         "--te-precision-config-file",

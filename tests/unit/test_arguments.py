@@ -290,28 +290,16 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
             "--reuse-grad-buf-for-mxfp8-param-ag",
         ),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "etp_pad_for_alignment": 0},
-            "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
-        ),
         ({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}, "--fp8-param-gather"),
         (
             {"fp8": "e4m3", "fp8_recipe": "blockwise", "transformer_impl": "local"},
             "--fp8-format without Transformer Engine",
-        ),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "blockwise", "etp_pad_for_alignment": 0},
-            "--fp8-recipe blockwise and --etp-pad-for-alignment 0",
         ),
         ({"fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe other than nvfp4"),
         ({"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}, "--fp4-param-gather"),
         (
             {"fp4": "e2m1", "fp4_recipe": "nvfp4", "transformer_impl": "local"},
             "--fp4-format without Transformer Engine",
-        ),
-        (
-            {"fp4": "e2m1", "fp4_recipe": "nvfp4", "etp_pad_for_alignment": 0},
-            "--fp4-format and --etp-pad-for-alignment 0",
         ),
         ({"te_precision_config_file": "precision.yaml"}, "--te-precision-config-file"),
         ({"kitchen_config_file": "kitchen.yaml"}, "--kitchen-config-file"),
