@@ -45,6 +45,7 @@ CHOSEN = {
     "fp8_blockwise_ends_in_bf16": DENSE,
     "fp8_blockwise_experts": DENSE | GROUPED,
     "fp8_blockwise_experts_ep2": DENSE | GROUPED,
+    "fp8_blockwise_experts_routed_padded": DENSE | GROUPED,
     "fp8_blockwise_tp2": DENSE,
     "fp8_blockwise_stages": DENSE,
     "fp8_blockwise_accumulated": DENSE,
