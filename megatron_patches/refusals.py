@@ -25,6 +25,8 @@ FP8_RECIPES = {
 FP4_ALIGNMENT = NVFP4.row_alignment
 """The row alignment of shards that ``--fp4-format`` needs."""
 
+FOUR_OVER_SIX_VARIABLE = "NVTE_NVFP4_4OVER6"
+"""Says which tensors Transformer Engine quantizes to FP4 with a choice of two scales for each block."""
 
 MUON_RELEASE = "0.3"
 """The release of emerging-optimizers whose step :class:`megatron_patches.muon.ShardedMuon` reproduces."""
@@ -71,6 +73,11 @@ def expert_size(args: argparse.Namespace) -> int:
 def _has_sparse_attention(args: argparse.Namespace) -> bool:
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
     return any("D" in str(_get(args, name) or "") for name in patterns)
+
+
+def _quantizes_apart(args: argparse.Namespace) -> bool:
+    """Whether rows and columns of weights are quantized apart; see [Note: apart] in ``etp/formats/base.py``."""
+    return bool(_get(args, "fp4")) or (bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8")
 
 
 def _offloads_sharded_layers(args: argparse.Namespace) -> bool:
@@ -158,6 +165,16 @@ REFUSALS = (
         f"{OVERRIDE_VARIABLE}=high_precision in the environment",
         lambda _: os.environ.get(OVERRIDE_VARIABLE) == "high_precision",
         "unset it: Transformer Engine's backward pass would compute with shards in place of weights",
+    ),
+    Refusal(
+        f"{OVERRIDE_VARIABLE}=dequantized in the environment with --fp8-recipe mxfp8 or --fp4-format",
+        lambda args: os.environ.get(OVERRIDE_VARIABLE) == "dequantized" and _quantizes_apart(args),
+        "unset it: in these formats, backward passes gather columns, not what the forward pass multiplied",
+    ),
+    Refusal(
+        f"{FOUR_OVER_SIX_VARIABLE}=weights or all in the environment with --fp4-format",
+        lambda args: bool(_get(args, "fp4")) and os.environ.get(FOUR_OVER_SIX_VARIABLE) in ("weights", "all"),
+        "unset it, or set it to activations: of weights it is not implemented",
     ),
     Refusal(
         "--use-transformer-engine-op-fuser",

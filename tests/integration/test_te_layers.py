@@ -53,6 +53,7 @@ CHOSEN = {
 }
 
 
+ENDS = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2"
 MXFP8, NVFP4 = "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"
 APART = [
     Case(
@@ -64,8 +65,13 @@ APART = [
         tolerance=0.0,
     )
     for name, precision, sharded, common in (
-        ("mxfp8_overlapped", MXFP8, "--etp-size 2", "--use-distributed-optimizer --overlap-grad-reduce"),
-        ("nvfp4_experts", NVFP4, "--etp-size 2 --expert-etp-size 2", MOE),
+        (
+            "mxfp8_overlapped",
+            MXFP8,
+            "--etp-size 2",
+            f"--use-distributed-optimizer --overlap-grad-reduce {ENDS} --num-layers-at-end-in-bf16 0",
+        ),
+        ("nvfp4_experts", NVFP4, "--etp-size 2 --expert-etp-size 2", f"{MOE} {ENDS}"),
     )
 ]
 """In formats that no GPU of the tests can multiply."""
