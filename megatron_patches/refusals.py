@@ -75,9 +75,14 @@ def _has_sparse_attention(args: argparse.Namespace) -> bool:
     return any("D" in str(_get(args, name) or "") for name in patterns)
 
 
+def _fp8_recipe(args: argparse.Namespace) -> object:
+    """The recipe of FP8; empty without FP8."""
+    return _get(args, "fp8_recipe") if _get(args, "fp8") else ""
+
+
 def _quantizes_apart(args: argparse.Namespace) -> bool:
     """Whether rows and columns of weights are quantized apart; see [Note: apart] in ``etp/formats/base.py``."""
-    return bool(_get(args, "fp4")) or (bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8")
+    return bool(_get(args, "fp4")) or _fp8_recipe(args) == "mxfp8"
 
 
 def _offloads_sharded_layers(args: argparse.Namespace) -> bool:
@@ -316,12 +321,12 @@ REFUSALS = (
     ),
     Refusal(
         "--fp8-recipe other than blockwise, tensorwise and mxfp8",
-        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") not in FP8_RECIPES,
+        lambda args: _fp8_recipe(args) not in ("", *FP8_RECIPES),
         "use --fp8-recipe blockwise or tensorwise: weights are gathered in FP8 with these",
     ),
     Refusal(
         "--fp8-recipe mxfp8 on a GPU before Blackwell",
-        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and bool(too_old_for(MXFP8)),
+        lambda args: _fp8_recipe(args) == "mxfp8" and bool(too_old_for(MXFP8)),
         "use --fp8-recipe blockwise: below compute capability 10.0, Transformer Engine's quantization writes nothing",
     ),
     Refusal(
