@@ -80,8 +80,8 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
         default=EtpConfig().pad_for_alignment,
         metavar="ROWS",
         help="Pad weights so that each shard's rows are a multiple of this; 0 forbids padding, and a weight that does "
-        "not divide is an error. --fp8-recipe blockwise raises it to a multiple of 128, mxfp8 of 32. Padding "
-        "never reaches a checkpoint. Default: %(default)s.",
+        "not divide is an error. --fp8-recipe blockwise raises it to a multiple of 128, mxfp8 of 32, tensorwise of 8. "
+        "Padding never reaches a checkpoint. Default: %(default)s.",
     )
 
 

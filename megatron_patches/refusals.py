@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etp.formats import MXFP8, NVFP4, Float8Block, Float8PerTensor
+from etp.formats import MXFP8, NVFP4, Float8Block
 from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default, too_old_for
 
 FP8_RECIPES = {
     "blockwise": Float8Block.row_alignment,
-    "tensorwise": Float8PerTensor.row_alignment,
+    # The format needs none, but Transformer Engine checks the rows of a shard as if it multiplied with the shard.
+    "tensorwise": 8,
     "mxfp8": MXFP8.row_alignment,
 }
 """The values of ``--fp8-recipe`` that are supported, each with the row alignment of shards that it needs."""
@@ -24,6 +25,8 @@ FP8_RECIPES = {
 FP4_ALIGNMENT = NVFP4.row_alignment
 """The row alignment of shards that ``--fp4-format`` needs."""
 
+FOUR_OVER_SIX_VARIABLE = "NVTE_NVFP4_4OVER6"
+"""Says which tensors Transformer Engine quantizes to FP4 with a choice of two scales for each block."""
 
 MUON_RELEASE = "0.3"
 """The release of emerging-optimizers whose step :class:`megatron_patches.muon.ShardedMuon` reproduces."""
@@ -70,6 +73,16 @@ def expert_size(args: argparse.Namespace) -> int:
 def _has_sparse_attention(args: argparse.Namespace) -> bool:
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
     return any("D" in str(_get(args, name) or "") for name in patterns)
+
+
+def _fp8_recipe(args: argparse.Namespace) -> object:
+    """The recipe of FP8; empty without FP8."""
+    return _get(args, "fp8_recipe") if _get(args, "fp8") else ""
+
+
+def _quantizes_apart(args: argparse.Namespace) -> bool:
+    """Whether rows and columns of weights are quantized apart; see [Note: apart] in ``etp/formats/base.py``."""
+    return bool(_get(args, "fp4")) or _fp8_recipe(args) == "mxfp8"
 
 
 def _offloads_sharded_layers(args: argparse.Namespace) -> bool:
@@ -157,6 +170,16 @@ REFUSALS = (
         f"{OVERRIDE_VARIABLE}=high_precision in the environment",
         lambda _: os.environ.get(OVERRIDE_VARIABLE) == "high_precision",
         "unset it: Transformer Engine's backward pass would compute with shards in place of weights",
+    ),
+    Refusal(
+        f"{OVERRIDE_VARIABLE}=dequantized in the environment with --fp8-recipe mxfp8 or --fp4-format",
+        lambda args: os.environ.get(OVERRIDE_VARIABLE) == "dequantized" and _quantizes_apart(args),
+        "unset it: in these formats, backward passes gather columns, not what the forward pass multiplied",
+    ),
+    Refusal(
+        f"{FOUR_OVER_SIX_VARIABLE}=weights or all in the environment with --fp4-format",
+        lambda args: bool(_get(args, "fp4")) and os.environ.get(FOUR_OVER_SIX_VARIABLE) in ("weights", "all"),
+        "unset it, or set it to activations: of weights it is not implemented",
     ),
     Refusal(
         "--use-transformer-engine-op-fuser",
@@ -298,12 +321,12 @@ REFUSALS = (
     ),
     Refusal(
         "--fp8-recipe other than blockwise, tensorwise and mxfp8",
-        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") not in FP8_RECIPES,
+        lambda args: _fp8_recipe(args) not in ("", *FP8_RECIPES),
         "use --fp8-recipe blockwise or tensorwise: weights are gathered in FP8 with these",
     ),
     Refusal(
         "--fp8-recipe mxfp8 on a GPU before Blackwell",
-        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and bool(too_old_for(MXFP8)),
+        lambda args: _fp8_recipe(args) == "mxfp8" and bool(too_old_for(MXFP8)),
         "use --fp8-recipe blockwise: below compute capability 10.0, Transformer Engine's quantization writes nothing",
     ),
     Refusal(
@@ -327,18 +350,6 @@ REFUSALS = (
         "use --transformer-impl transformer_engine, which needs GPUs",
     ),
     Refusal(
-        "--fp8-recipe blockwise and --etp-pad-for-alignment 0",
-        lambda args: (
-            bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "blockwise" and not args.etp_pad_for_alignment
-        ),
-        "give --etp-pad-for-alignment 128: scales belong to blocks of 128 rows, which shards must not cut",
-    ),
-    Refusal(
-        "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
-        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and not args.etp_pad_for_alignment,
-        "give --etp-pad-for-alignment 32: scales of columns belong to 32 rows, which shards must not cut",
-    ),
-    Refusal(
         "--fp4-format on a GPU before Blackwell",
         lambda args: bool(_get(args, "fp4")) and bool(too_old_for(NVFP4)),
         "use --fp8-format e4m3 --fp8-recipe blockwise: NVFP4 needs compute capability 10.0",
@@ -357,11 +368,6 @@ REFUSALS = (
         "--fp4-format without Transformer Engine",
         lambda args: bool(_get(args, "fp4")) and _get(args, "transformer_impl") != "transformer_engine",
         "use --transformer-impl transformer_engine, which needs GPUs",
-    ),
-    Refusal(
-        "--fp4-format and --etp-pad-for-alignment 0",
-        lambda args: bool(_get(args, "fp4")) and not args.etp_pad_for_alignment,
-        "give --etp-pad-for-alignment 16: scales belong to blocks of 16 rows, which shards must not cut",
     ),
     Refusal(
         "--te-precision-config-file",

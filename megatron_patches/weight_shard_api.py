@@ -24,7 +24,7 @@ import torch.distributed as dist
 from etp import GradReduction, ShardLayout
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
-from etp.te import refuse_quantized, refuse_unsupported_te
+from etp.te import is_te_grouped_linear, is_te_linear, refuse_quantized, refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
 from megatron_patches.checkpoint.model_state import is_sharded
 from megatron_patches.refusals import FP4_ALIGNMENT, FP8_RECIPES
@@ -53,6 +53,7 @@ class WeightShardApi:
     def __init__(self, config: MegatronEtpConfig) -> None:
         self.config = config
         self._engine = config.engine
+        self._shard_multiple = 1
         # In order of creation, which is the same on all ranks: they finish their collectives in this order.
         self._runtimes: list[weakref.ref[EtpRuntime]] = []
         self._chains_to_print: list[tuple[str, weakref.ref[EtpRuntime]]] = []
@@ -117,8 +118,8 @@ class WeightShardApi:
                 f"--fp8-recipe {' or '.join(FP8_RECIPES)}, or train in bf16"
             )
         engine = self.config.engine
-        needed = FP4_ALIGNMENT if fp4 else FP8_RECIPES[fp8_recipe] if fp8 and fp8_recipe else 1
-        alignment = math.lcm(engine.pad_for_alignment, needed)
+        self._shard_multiple = FP4_ALIGNMENT if fp4 else FP8_RECIPES[fp8_recipe] if fp8 and fp8_recipe else 1
+        alignment = math.lcm(engine.pad_for_alignment, self._shard_multiple)
         reduction = GradReduction.SUM if calculate_per_token_loss else GradReduction.MEAN
         self._engine = dataclasses.replace(engine, grad_reduction=reduction, pad_for_alignment=alignment)
         self._unannounced.clear()
@@ -145,11 +146,12 @@ class WeightShardApi:
 
         Raises:
             ValueError: if it is a Transformer Engine layer whose sharded form would be wrong, for example because its
-                weight gradients are delayed, or a weight is quantized.
+                weight gradients are delayed, a weight is quantized, or cut where it could not be quantized.
         """
         if dist.get_world_size(group) == 1:
             return
         refuse_unsupported_te(type(module).__name__, module)
+        is_quantized = is_te_linear(module) or is_te_grouped_linear(module)
         shards: list[MegatronShardedParam] = []
         for name in weight_names:
             param = getattr(module, name, None)
@@ -158,6 +160,12 @@ class WeightShardApi:
             fqn = f"{type(module).__name__}.{name}"
             refuse_quantized(fqn, param)
             shard = shard_parameter(param, group, self._engine.pad_for_alignment, fqn)
+            if is_quantized and shard.layout.shard_rows % self._shard_multiple:
+                raise ValueError(
+                    f"{fqn} is cut into shards of {shard.layout.shard_rows} rows, and to be multiplied in FP8 or FP4 "
+                    f"they must be multiples of {self._shard_multiple}; give --etp-pad-for-alignment "
+                    f"{self._shard_multiple}"
+                )
             self._register(module, name, shard, group)
             shards.append(shard)
         self._form_groups(shards, group, bool(is_grouped))

@@ -36,8 +36,8 @@ class ApartFormat(WeightFormat):
     """Elements that share a scale."""
     per_byte: ClassVar[int]
     """Elements in a byte of data, neighbours in the reading."""
-    multiple: ClassVar[int]
-    """The GEMMs need weights whose rows and columns are multiples of this."""
+    multiple: ClassVar[int] = 32
+    """The GEMMs need weights whose rows and columns are multiples of this: whole blocks of FP8, 16 bytes of FP4."""
     transposes_columns: ClassVar[bool] = False
     """Whether the GEMMs read columns as rows of the transpose."""
     capability: ClassVar[tuple[int, int]] = (10, 0)

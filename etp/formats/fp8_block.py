@@ -87,39 +87,25 @@ class _BlockQuantization(QuantizedShards[Float8Block]):
         memory: torch.Tensor | None,
     ) -> None:
         super().__init__(format_, shards, layouts, memory)
-        self._ranks = layouts[0].num_shards
+        cuts = [layout for layout, stack in zip(layouts, shards, strict=True) for _ in stack]
         # Blocks of each shard, in the order of the weights.
-        self._shapes = [
-            (_blocks(layout.shard_rows), _padded(_blocks(layout.row_numel)))
-            for layout, stack in zip(layouts, shards, strict=True)
-            for _ in stack
-        ]
+        self._shapes = [(_blocks(cut.shard_rows), _padded(_blocks(cut.row_numel))) for cut in cuts]
         sizes = [down * across for down, across in self._shapes]
         self._places = [0, *accumulate(sizes)]
         total = self._places.pop()
         self._own = torch.zeros(total, device=self.device)
-        self._scales = torch.ones(self._ranks * total, device=self.device)
-        # Turn [ranks, scales of all shards] into the scales of each weight, rank by rank, and into their transposes.
-        everyone = torch.arange(self._ranks * total).view(self._ranks, total)
-        parts = zip(everyone.split(sizes, dim=1), self._shapes, strict=True)
-        rows = [part.reshape(-1, across) for part, (_, across) in parts]
-        self._order = torch.cat([part.reshape(-1) for part in rows]).to(self.device)
-        logical = [
-            (_blocks(layout.rows), _blocks(layout.row_numel))
-            for layout, stack in zip(layouts, shards, strict=True)
-            for _ in stack
-        ]
-        columns = [_padded_rows(part[:down, :across].t()) for part, (down, across) in zip(rows, logical, strict=True)]
-        self._column_order = torch.cat([part.reshape(-1) for part in columns]).to(self.device)
-        self._column_scales = torch.ones(len(self._column_order), device=self.device)
-        # Views of both, for each weight.
-        whole = self._scales.split([self._ranks * size for size in sizes])
-        self._scales_of_rows = [
-            part.view(-1, across)[:down]
-            for part, (_, across), (down, _) in zip(whole, self._shapes, logical, strict=True)
-        ]
-        parts = self._column_scales.split([part.numel() for part in columns])
-        self._scales_of_columns = [part.view(like.shape) for part, like in zip(parts, columns, strict=True)]
+        # Of the scales of each weight, and then of their transposes: their places in [ranks, scales of all shards].
+        rows, columns = [], []
+        everyone = torch.arange(layouts[0].num_shards * total).view(-1, total)
+        for cut, part, (_, across) in zip(cuts, everyone.split(sizes, dim=1), self._shapes, strict=True):
+            rows.append(part.reshape(-1, across)[: _blocks(cut.rows)])
+            columns.append(_padded_rows(rows[-1][:, : _blocks(cut.row_numel)].t()))
+        places = [*rows, *columns]
+        self._order = torch.cat([each.reshape(-1) for each in places]).to(self.device)
+        self._scales = torch.ones(len(self._order), device=self.device)
+        parts = self._scales.split([each.numel() for each in places])
+        views = [part.view(each.shape) for part, each in zip(parts, places, strict=True)]
+        self._scales_of_rows, self._scales_of_columns = views[: len(rows)], views[len(rows) :]
 
     def measure(self) -> torch.Tensor:
         """Quantize the shards, and return the inverse scales of their blocks."""
@@ -143,7 +129,6 @@ class _BlockQuantization(QuantizedShards[Float8Block]):
     def cast(self, everyone: torch.Tensor) -> None:
         """Put the scales of all ranks in the order of the weights; the bytes are complete already."""
         torch.index_select(everyone.view(-1), 0, self._order, out=self._scales)
-        torch.index_select(everyone.view(-1), 0, self._column_order, out=self._column_scales)
 
     def arrays(self, index: int, gathered: Stack, *, columns: bool) -> tuple[list[Sequence[torch.Tensor]], bool]:
         """See :class:`etp.formats.quantized.QuantizedShards`."""

@@ -44,12 +44,6 @@ class Tiled:
     place: int
     steps: tuple[int, int] = (0, 0)
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Tiles from top to bottom, and from left to right."""
-        rows, columns = self.source.shape
-        return -(-rows // TILE), -(-columns // TILE)
-
 
 class Table:
     """The tiles of some matrices of one dtype, for launches of one program each; see [Note: tiles].
@@ -99,11 +93,18 @@ class TileTable(Table):
     """
 
     def __init__(self, matrices: Sequence[Tiled]) -> None:
-        entries = [
-            (source.data_ptr(), target.data_ptr(), *source.shape, source.stride(0), place, *steps)
-            for source, target, place, steps in ((one.source, one.target, one.place, one.steps) for one in matrices)
-        ]
         sources = [one.source for one in matrices]
+        entries = [
+            (
+                one.source.data_ptr(),
+                one.target.data_ptr(),
+                *one.source.shape,
+                one.source.stride(0),
+                one.place,
+                *one.steps,
+            )
+            for one in matrices
+        ]
         # All rows begin and end at multiples of 16 elements and bytes.
         super().__init__(sources, entries, aligned=(0, 1, 3, 4), tile=TILE, warps=_WARPS * sources[0].dtype.itemsize)
         self._kept = matrices

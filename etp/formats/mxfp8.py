@@ -37,7 +37,6 @@ class MXFP8(ApartFormat):
     row_alignment: ClassVar[int] = BLOCK
     block: ClassVar[int] = BLOCK
     per_byte: ClassVar[int] = 1
-    multiple: ClassVar[int] = BLOCK
 
     def quantization(
         self, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None = None

@@ -42,8 +42,6 @@ class NVFP4(ApartFormat):
     row_alignment: ClassVar[int] = BLOCK
     block: ClassVar[int] = BLOCK
     per_byte: ClassVar[int] = 2
-    # Rows of FP4 must be multiples of 16 bytes, and so must columns.
-    multiple: ClassVar[int] = 32
     transposes_columns: ClassVar[bool] = True
 
     square: bool = True

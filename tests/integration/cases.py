@@ -61,6 +61,7 @@ MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall 
 EP2_TP2 = (
     "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel"
 )
+ROUTER_PADDING = "--moe-router-padding-for-quantization"
 # What large models of experts have on top.
 ROUTING = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
@@ -515,6 +516,8 @@ CASES = (
             ("experts_ep2_whole", 2, "--etp-size 2", f"{MOE} --expert-model-parallel-size 2"),
             # Of four ranks, each two exchange tokens, and each two others share experts.
             ("experts_ep2", 4, "--etp-size 2 --expert-etp-size 2", f"{MOE} {EP2_TP2}"),
+            # The router sends experts as many tokens as a GEMM reads at once, and nothing is padded before it.
+            ("experts_routed_padded", 4, "--etp-size 2 --expert-etp-size 2", f"{MOE} {EP2_TP2} {ROUTER_PADDING}"),
             ("tp2", 4, "--etp-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"),
             ("stages", 4, "--etp-size 2", "--pipeline-model-parallel-size 2"),
             # Four microbatches: sums of them have the same order if the ranks' sums are added at the end.

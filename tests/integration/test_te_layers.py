@@ -45,6 +45,7 @@ CHOSEN = {
     "fp8_blockwise_ends_in_bf16": DENSE,
     "fp8_blockwise_experts": DENSE | GROUPED,
     "fp8_blockwise_experts_ep2": DENSE | GROUPED,
+    "fp8_blockwise_experts_routed_padded": DENSE | GROUPED,
     "fp8_blockwise_tp2": DENSE,
     "fp8_blockwise_stages": DENSE,
     "fp8_blockwise_accumulated": DENSE,
@@ -52,6 +53,7 @@ CHOSEN = {
 }
 
 
+ENDS = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2"
 MXFP8, NVFP4 = "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"
 APART = [
     Case(
@@ -63,8 +65,13 @@ APART = [
         tolerance=0.0,
     )
     for name, precision, sharded, common in (
-        ("mxfp8_overlapped", MXFP8, "--etp-size 2", "--use-distributed-optimizer --overlap-grad-reduce"),
-        ("nvfp4_experts", NVFP4, "--etp-size 2 --expert-etp-size 2", MOE),
+        (
+            "mxfp8_overlapped",
+            MXFP8,
+            "--etp-size 2",
+            f"--use-distributed-optimizer --overlap-grad-reduce {ENDS} --num-layers-at-end-in-bf16 0",
+        ),
+        ("nvfp4_experts", NVFP4, "--etp-size 2 --expert-etp-size 2", f"{MOE} {ENDS}"),
     )
 ]
 """In formats that no GPU of the tests can multiply."""

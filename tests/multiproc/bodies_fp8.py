@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ import etp
 from benchmarks.host_calls import counted
 from benchmarks.traffic import bytes_per_element
 from etp.formats import quantize_nvfp4
+from etp.te import active_format
 from tests.support import te_apart, te_emulation
 from tests.support.launch import device, on_gpus
 from tests.support.te_site import add_fp8_kernels
@@ -459,6 +463,48 @@ def refused_on_blackwell(rank: int, world_size: int, shim: str) -> dict[str, str
         except ValueError as error:
             answers[case] = str(error)
     return answers
+
+
+_REFUSED = "weight is used with a {} recipe: {} and backward_override are not implemented".format
+_BLOCK, _MXFP8, _NVFP4 = RECIPES[0], *APART
+VARIABLES = {
+    ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", _BLOCK): "Float8Block(power_of_two=False, epsilon=0.0)",
+    ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1", RECIPES[1]): "Float8PerTensor(power_of_two=True, epsilon=0.0)",
+    ("NVTE_BACKWARD_OVERRIDE", "dequantized", _BLOCK): "Float8Block(power_of_two=True, epsilon=0.0)",
+    ("NVTE_BACKWARD_OVERRIDE", "dequantized", RECIPES[1]): "Float8PerTensor(power_of_two=False, epsilon=0.0)",
+    ("NVTE_BACKWARD_OVERRIDE", "dequantized", _MXFP8): _REFUSED(_MXFP8, "enable_2d_quantization"),
+    ("NVTE_BACKWARD_OVERRIDE", "dequantized", _NVFP4): _REFUSED(_NVFP4, "nvfp4_4over6 of weights"),
+    ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1", _NVFP4): "NVFP4(square=False)",
+    ("NVTE_NVFP4_DISABLE_RHT", "1", _NVFP4): "NVFP4(square=True)",
+    ("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1", _NVFP4): "NVFP4(square=True)",
+    ("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "1", _NVFP4): "NVFP4(square=True)",
+    ("NVTE_NVFP4_4OVER6", "activations", _NVFP4): "NVFP4(square=True)",
+    ("NVTE_NVFP4_4OVER6", "weights", _NVFP4): _REFUSED(_NVFP4, "nvfp4_4over6 of weights"),
+    ("NVTE_NVFP4_4OVER6", "all", _NVFP4): _REFUSED(_NVFP4, "nvfp4_4over6 of weights"),
+}
+"""Environment variables from which recipes take their defaults, and the format of weights then, or why there is none.
+
+With each, its value and the recipe.
+"""
+
+
+def formats_of_variables(rank: int, world_size: int, shim: str) -> list[str]:
+    """What there is with each of :data:`VARIABLES`."""
+    del rank, world_size
+    prepare(shim, "MXFP8BlockScaling")
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    found = []
+    for variable, value, recipe in VARIABLES:
+        with mock.patch.dict(os.environ, {variable: value}):
+            importlib.reload(recipes)
+        with te.autocast(recipe=getattr(recipes, recipe)()):
+            try:
+                found.append(str(active_format("weight")))
+            except ValueError as error:
+                found.append(str(error))
+    return found
 
 
 def trained_after_inference(rank: int, world_size: int, shim: str, recipe: str) -> list[bool]:

@@ -77,6 +77,13 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
         assert "blocks of 1 x 128" in answers["one-dimensional"]
 
 
+def test_formats_follow_the_variables_of_transformer_engine() -> None:
+    arguments = (str(SHARED),)
+    (found,) = run_distributed(bodies.formats_of_variables, 1, args=arguments, fresh=True, prepared=te_on_cpu)
+    for (variable, expected), one in zip(bodies.VARIABLES.items(), found, strict=True):
+        assert one.startswith(expected), variable
+
+
 @pytest.mark.parametrize(
     ("recipe", "ranks", "alignment", "kinds"),
     [

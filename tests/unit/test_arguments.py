@@ -290,28 +290,16 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
             "--reuse-grad-buf-for-mxfp8-param-ag",
         ),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "etp_pad_for_alignment": 0},
-            "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
-        ),
         ({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}, "--fp8-param-gather"),
         (
             {"fp8": "e4m3", "fp8_recipe": "blockwise", "transformer_impl": "local"},
             "--fp8-format without Transformer Engine",
-        ),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "blockwise", "etp_pad_for_alignment": 0},
-            "--fp8-recipe blockwise and --etp-pad-for-alignment 0",
         ),
         ({"fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe other than nvfp4"),
         ({"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}, "--fp4-param-gather"),
         (
             {"fp4": "e2m1", "fp4_recipe": "nvfp4", "transformer_impl": "local"},
             "--fp4-format without Transformer Engine",
-        ),
-        (
-            {"fp4": "e2m1", "fp4_recipe": "nvfp4", "etp_pad_for_alignment": 0},
-            "--fp4-format and --etp-pad-for-alignment 0",
         ),
         ({"te_precision_config_file": "precision.yaml"}, "--te-precision-config-file"),
         ({"kitchen_config_file": "kitchen.yaml"}, "--kitchen-config-file"),
@@ -390,6 +378,8 @@ def test_muon_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
             "offload_modules": ["core_attn", "moe_act", "attn_norm", "mlp_norm", "expert_fc1"],
         },
         {"cpu_offloading_num_layers": 0, "offload_modules": ["qkv_linear"]},
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "moe_router_padding_for_quantization": True},
+        {"fp8": "e4m3", "fp8_recipe": "blockwise", "first_last_layers_bf16": True, "etp_pad_for_alignment": 0},
     ],
 )
 def test_what_works_is_not_refused(settings: dict[str, object]) -> None:
@@ -542,6 +532,35 @@ def test_variables_of_transformer_engine_with_which_shards_train_wrongly(monkeyp
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
     with pytest.raises(UnsupportedConfigurationError, match="with NVTE_BACKWARD_OVERRIDE=high_precision in the envir"):
         check(applied("--etp-size", "2"))
+
+
+MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "settings", "refused"),
+    [
+        ("NVTE_BACKWARD_OVERRIDE", "dequantized", MXFP8, True),
+        ("NVTE_BACKWARD_OVERRIDE", "dequantized", NVFP4, True),
+        ("NVTE_BACKWARD_OVERRIDE", "dequantized", {"fp8": "e4m3", "fp8_recipe": "blockwise"}, False),
+        ("NVTE_BACKWARD_OVERRIDE", "dequantized", {"fp8_recipe": "mxfp8", "fp4_recipe": "nvfp4"}, False),
+        ("NVTE_NVFP4_4OVER6", "weights", NVFP4, True),
+        ("NVTE_NVFP4_4OVER6", "all", NVFP4, True),
+        ("NVTE_NVFP4_4OVER6", "activations", NVFP4, False),
+        ("NVTE_NVFP4_4OVER6", "all", MXFP8, False),
+    ],
+)
+def test_variables_of_transformer_engine_that_a_recipe_would_refuse_at_its_first_visit(
+    variable: str, value: str, settings: dict[str, object], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(applied("--etp-size", "2", **settings))
+    monkeypatch.setenv(variable, value)
+    if not refused:
+        check(applied("--etp-size", "2", **settings))
+        return
+    with pytest.raises(UnsupportedConfigurationError, match=f"{variable}=.* in the environment with .*; unset it"):
+        check(applied("--etp-size", "2", **settings))
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron warns of what is not installed

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
 from etp.te import refuse_unsupported_te
@@ -145,6 +146,45 @@ def test_a_quantized_weight_is_refused() -> None:
     ):
         WeightShardApi(MegatronEtpConfig()).wrap_module(layer, ["weight"], group)
     assert layer.weight.shape == (8, 4)
+
+
+LINEAR = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
+"""For the engine, a layer of Transformer Engine's."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"),
+    [
+        ({"fp8": True, "fp8_recipe": "tensorwise"}, 8),
+        ({"fp8": True, "fp8_recipe": "blockwise"}, 128),
+        ({"fp8": True, "fp8_recipe": "mxfp8"}, 32),
+        ({"fp4": True}, 16),
+    ],
+)
+def test_shards_that_cannot_be_quantized_are_refused_where_padding_is_forbidden(
+    recipe: dict[str, Any], multiple: int
+) -> None:
+    api = WeightShardApi(MegatronEtpConfig(engine=EtpConfig(pad_for_alignment=0)))
+    with fake_group(0, 2) as group:
+        api.configure_from_recipe(**recipe)
+        layer = LINEAR(16, 2 * multiple + 8)
+        with pytest.raises(ValueError, match=rf"^Linear\.weight is cut .* {multiple + 4} rows.*-alignment {multiple}$"):
+            api.wrap_module(layer, ["weight"], group)
+        assert len(layer.weight) == 2 * multiple + 8
+        # Others divide, or are no layers of Transformer Engine's, which alone quantizes.
+        api.wrap_module(LINEAR(16, 2 * multiple), ["weight"], group)
+        api.wrap_module(torch.nn.Linear(16, 6), ["weight"], group)
+        api.configure_from_recipe()
+        api.wrap_module(layer, ["weight"], group)
+        assert len(layer.weight) == multiple + 4
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [({}, 4), ({"fp8": True, "fp8_recipe": "tensorwise"}, 8)])
+def test_shards_are_aligned_as_a_recipe_needs_them(recipe: dict[str, Any], rows: int) -> None:
+    api = WeightShardApi(MegatronEtpConfig(engine=EtpConfig(pad_for_alignment=4)))
+    with fake_group(0, 2) as group:
+        api.configure_from_recipe(**recipe)
+        assert api.shard_rows(8, group) == (rows, 2 * rows - 8)
 
 
 @pytest.mark.parametrize(
