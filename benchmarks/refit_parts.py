@@ -102,11 +102,18 @@ def swaps() -> None:
             exchange = MemorySwap(stretches, old[0].device)
 
             def swap_and_back(exchange: MemorySwap = exchange) -> None:
-                exchange.run()
+                exchange.run(keeps_old=True)
                 exchange.undo()
 
-            taken = seconds(swap_and_back) / 2
-        print(f"block {block} warps {warps}: {nbytes / taken / 1e9:.0f} GB/s, {taken * 1e3:.1f} ms", flush=True)
+            def overwrite(exchange: MemorySwap = exchange) -> None:
+                for launch in exchange._launches:
+                    launch.start(swaps=False)
+
+            ways = {"swapped": seconds(swap_and_back) / 2, "overwritten": seconds(overwrite)}
+        for way, taken in ways.items():
+            print(
+                f"block {block} warps {warps} {way}: {nbytes / taken / 1e9:.0f} GB/s, {taken * 1e3:.1f} ms", flush=True
+            )
 
 
 def quantizing() -> None:

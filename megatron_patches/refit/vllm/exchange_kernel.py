@@ -104,11 +104,8 @@ class _Launch:
         table = np.empty((len(entries), _FIELDS), dtype=np.int64)
         table[:, :2] = (entries[:, :2] - self._origin.data_ptr()) // width
         table[:, 2], table[:, 3] = lengths, np.cumsum(counts) - counts
-        self._table = torch.from_numpy(table).to(device)
-        # Expanded on the device: it is much larger than the table, and a copy of it from the host would wait behind
-        # the weights that still arrive.
-        per_entry = torch.from_numpy(counts.astype(np.int32)).to(device)
-        self._programs = torch.repeat_interleave(per_entry, output_size=int(counts.sum()))
+        programs = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+        self._table, self._programs = (torch.from_numpy(array).to(device) for array in (table, programs))
 
     def start(self, *, swaps: bool = True) -> None:
         """Launches the kernel, which swaps or only copies the second stretches over the first."""
