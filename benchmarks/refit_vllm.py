@@ -8,7 +8,8 @@ random weights, distributed as ``--from`` says. They change the weights and push
 vLLM's own engine; or ``checkpoint_engine``, the package of that name. The last two have a server of their own, gather
 full tensors on the trainer and end in ``load_weights`` (:mod:`benchmarks.refit_vllm_peers`). Trainer and engine may
 share GPUs, and must for ``checkpoint_engine``. With ``--weight-format fp8_block``, the server's model is in block FP8,
-and the trainer quantizes what it sends. ``--device cpu`` with a tiny model tests the benchmark itself.
+and the trainer quantizes what it sends. ``--device cpu`` with a tiny model tests the benchmark itself. With
+``--timeline``, :mod:`benchmarks.refit_timeline` then shows where the time of a push went.
 
 With ``--adapter-rank 16``, the trainer is a model of transformers with an adapter of PEFT instead, on one rank. It
 pushes its weights with the adapter merged into them, its weights alone, and the adapter alone, over the transport that
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
@@ -35,6 +37,7 @@ from typing import Any
 from benchmarks import refit_vllm_adapters
 from benchmarks.command_line import checked, positive, positive_seconds, require_gpus
 from benchmarks.refit import MODELS
+from benchmarks.refit_timeline import watch
 from benchmarks.refit_vllm_peers import PEERS
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
 from benchmarks.spawned import free_port, run_ranks
@@ -46,7 +49,7 @@ from megatron_patches.refit.models.family import build_config
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.simulation.cluster import trainer_mesh
 
-_PATHS = ("folder", "json")
+_PATHS = ("folder", "json", "timeline")
 PARTS = ("prepare", "push", "merge", "send", "look_up", "move", "verify", "commit", "paused")
 
 
@@ -81,6 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine-arguments", default="", help="further arguments of vLLM's server")
     parser.add_argument("--folder", type=Path, help="keep the model's folder and the servers' logs here")
     parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--timeline", type=Path, help="note here when each step of a push began and ended")
     return parser.parse_args(arguments)
 
 
@@ -236,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     servers(options, mesh.size)  # refuse mistakes before the table begins
     if options.device == "cuda":
         require_gpus(sys.exit, 1 + max(*options.trainer_gpus, *options.engine_gpus))
+    if options.timeline is not None:
+        os.environ.update(watch(options.timeline))
     print(f"{HEADINGS[0]:17} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
     found: list[Outcome] = []
 
