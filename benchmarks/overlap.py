@@ -26,6 +26,7 @@ from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.collectives.driver import Copies, CudaDriver
 from etp.collectives.symmetric import SymmetricBuffer
+from etp.config import EtpConfig
 from etp.stack import PitchedCopy, Stack
 from etp.streams import InFlight
 
@@ -89,8 +90,8 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> dict[str, Calla
     shards = Stack([torch.randn(ROWS // size, COLUMNS, device=device).bfloat16()])
     weights = Stack([torch.randn(ROWS, COLUMNS, device=device).bfloat16()])
     sinks = Stack([torch.randn_like(shards[0])])
-    c10d = C10dTransport(group, fp32_accumulation=True, timeout_s=None, device=device)
-    rounding = C10dTransport(group, fp32_accumulation=False, timeout_s=None, device=device)
+    c10d = C10dTransport(group, EtpConfig(), device=device)
+    rounding = C10dTransport(group, EtpConfig(fp32_accumulation=False), device=device)
     engine = CopyEngineTransport(group, device)
     engine.publish([shards])
     copies = CopyVariants(group, device, weights.nbytes)

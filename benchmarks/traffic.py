@@ -148,11 +148,11 @@ def measure(name: str, options: dict[str, Any], sizes: Sizes) -> tuple[Row, Row]
         runtime.counters.reset()
         train_step(model, optimizer, sizes, step)
     counters, held = runtime.counters, etp.resident_nbytes(model)
-    chain = runtime.passes.chain
-    visits = [reading.group for reading in (*chain.forward.visits, *chain.backward.visits)]
+    forward, backward = runtime.passes.forward_order.visits, runtime.passes.backward_order.visits
+    visits = [reading.group for reading in (*forward, *backward)]
     row = Row(name, options, held["gather_slots"], held["gradient_buffers"])
     every = Row("every visit gathers", options, held["gather_slots"], held["gradient_buffers"])
-    for weight in [reading.group for reading in chain.forward.visits]:
+    for weight in [reading.group for reading in forward]:
         key, times = weight.name, sizes.microbatches * visits.count(weight)
         row.weights[key] = WeightTraffic(
             counters.gathers.get(key, 0),

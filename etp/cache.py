@@ -92,16 +92,16 @@ class Slot:
             trained: for each weight, its alias's ``requires_grad``.
 
         Returns:
-            one tensor for each weight. Several are made once and handed out again, to save host time for each of them
-            at every visit. A single one is new each time.
+            one tensor for each weight, made once and handed out again, to save host time at every visit, unless a
+            consumer has changed ``requires_grad`` of the first one.
         """
-        if len(trained) == 1:
-            (buffer,) = self.buffers.tensors
-            alias = (buffer[:rows] if rows < self.spec.shape[0] else buffer).detach()
-            return [alias.requires_grad_(trained[0])]
         made = self._aliases.get((rows, trained))
-        if made is None:
-            made = self._aliases[rows, trained] = _aliases(self.buffers, rows, trained)
+        if made is None or made[0].requires_grad is not trained[0]:
+            padded = rows < self.spec.shape[0]
+            made = [(buffer[:rows] if padded else buffer).detach() for buffer in self.buffers.tensors]
+            for alias, requires_grad in zip(made, trained, strict=True):
+                alias.requires_grad_(requires_grad)
+            self._aliases[rows, trained] = made
         return list(made)
 
     def claim(self, owner: WeightGroup) -> int:
@@ -109,7 +109,7 @@ class Slot:
         self.owner = owner
         self.generation += 1
         # All tensors of the block share one counter.
-        torch.autograd.graph.increment_version(self.buffers.tensors[0])
+        torch._C._increment_version(self.buffers.tensors[:1])
         return self.generation
 
     def check(self, owner: WeightGroup, generation: int) -> None:
@@ -217,11 +217,3 @@ class BufferCache:
     def nbytes(self) -> int:
         """Bytes of storage allocated now."""
         return sum(slot.nbytes for slot in self.slots() if slot.allocated)
-
-
-def _aliases(buffers: Stack, rows: int, trained: tuple[bool, ...]) -> list[torch.Tensor]:
-    padded = rows < buffers.shape[0]
-    aliases = [(buffer[:rows] if padded else buffer).detach() for buffer in buffers.tensors]
-    for alias, requires_grad in zip(aliases, trained, strict=True):
-        alias.requires_grad_(requires_grad)
-    return aliases

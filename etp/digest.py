@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from etp.collectives.works import gather_objects, reported
+from etp.collectives.works import WorkLine, gather_numbers, gather_objects
 from etp.errors import PeerMismatchError
 
 # 32-bit words at a time: enough for a GPU, and few enough for a CPU's cache.
@@ -97,10 +97,8 @@ def check_peers_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGr
 
 
 def _all_equal(values: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
-    everyone = values.new_empty(dist.get_world_size(group) * values.numel())
-    with reported(f"comparison of weights in {what}", group):
-        dist.all_gather_into_tensor(everyone, values, group=group)
-    return (everyone.view(-1, values.numel()) == everyone[: values.numel()]).all(dim=0)
+    everyone = gather_numbers(values, group, WorkLine(), None, f"comparison of weights in {what}")
+    return (everyone == everyone[0]).all(dim=0)
 
 
 def _raise_for_manifests(manifests: list[list[str]], group: dist.ProcessGroup, what: str) -> None:

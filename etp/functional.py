@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.shard import Shard, needs_grad
+from etp.shard import Shard, needs_grad, uncompiled
 
 
 def _require_group(weights: Sequence[Any]) -> None:
@@ -38,17 +38,16 @@ def _names(weights: Sequence[Shard]) -> str:
     return ", ".join(weight.fqn for weight in weights)
 
 
-def _remember(ctx: Any, weights: Sequence[Shard], first_input: int) -> None:
+def remember(use: Any, weights: Sequence[Shard]) -> None:
+    """Record on ``use``, such as the context of an autograd function, which weights a forward pass computes with."""
     # Not save_for_backward: under hooks on saved tensors, as in activation checkpointing, it returns plain tensors.
-    ctx.weights = weights
+    use.weights = weights
     with torch._C.DisableTorchFunctionSubclass():
-        ctx.versions = [weight._version for weight in weights]
-    ctx.first_input = first_input
-    """Index of the first weight among the tensor arguments of the function."""
+        use.versions = [weight._version for weight in weights]
 
 
-def _require_unchanged(ctx: Any) -> None:
-    """Raise EtpStateError if the weights changed since the forward pass: a gradient depends on their values."""
+def require_unchanged(ctx: Any) -> None:
+    """Raise EtpStateError if the weights changed since :func:`remember`: a gradient depends on their values."""
     with torch._C.DisableTorchFunctionSubclass():
         current = [weight._version for weight in ctx.weights]
     if current != ctx.versions:
@@ -59,13 +58,13 @@ def _require_unchanged(ctx: Any) -> None:
         )
 
 
-def _accumulates(ctx: Any) -> bool:
-    """Whether the current backward pass needs the gradient of any of the weights.
+def _accumulates(ctx: Any, first: int = 0) -> bool:
+    """Whether the current backward pass needs the gradient of any weight; ``first`` counts the tensors before them.
 
     It does not for frozen weights, or if ``backward(inputs=...)`` or ``torch.autograd.grad`` leaves the weights out.
     A Python function's ``needs_input_grad`` does not account for the latter.
     """
-    nodes = [node for node, _ in ctx.next_functions[ctx.first_input : ctx.first_input + len(ctx.weights)]]
+    nodes = [node for node, _ in ctx.next_functions[first : first + len(ctx.weights)]]
     try:
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [
@@ -91,24 +90,17 @@ def _cast_all(weights: list[torch.Tensor], dtype: torch.dtype | None) -> list[to
     return [weight if weight.dtype is torch.float64 else weight.to(dtype) for weight in weights]
 
 
-def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse ``create_graph=True``, which alone turns gradients on in a backward pass.
+def second_order(weight: Shard) -> EtpStateError:
+    """The error for ``create_graph=True``, which alone turns gradients on in a backward pass.
 
-    PyTorch's ``once_differentiable`` does not: if the incoming gradient requires no gradient, like that of ``y.sum()``,
-    it silently drops the dependence on the weight, and a gradient penalty would lack part of its gradient.
+    PyTorch's ``once_differentiable`` does not refuse it: if the incoming gradient requires no gradient, like that of
+    ``y.sum()``, it silently drops the dependence on the weight, and a gradient penalty would lack part of its gradient.
     """
-
-    @wraps(backward)
-    def refusing(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise EtpStateError(
-                f"create_graph=True with the sharded weight {ctx.weights[0].fqn}, whose gradient cannot be "
-                "differentiated again: leave out the gradient penalty or second derivative, or pass the modules that "
-                "need it in replicated_modules of etp.shard_module"
-            )
-        return backward(ctx, *grads)
-
-    return refusing
+    return EtpStateError(
+        f"create_graph=True with the sharded weight {weight.fqn}, whose gradient cannot be differentiated again: leave "
+        "out the gradient penalty or second derivative, or pass the modules that need it in replicated_modules of "
+        "etp.shard_module"
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -117,7 +109,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: Shard, bias: torch.Tensor | None, cast: torch.dtype | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        _remember(ctx, [weight], first_input=1)
+        remember(ctx, [weight])
         ctx.has_bias, ctx.cast = bias is not None, cast
         # PyTorch flattens such inputs into one matrix. For others, it sums the bias's gradient in memory order.
         ctx.flattened = x.dim() <= 2 or x.is_contiguous()
@@ -125,19 +117,20 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, full, bias)
 
     @staticmethod
-    @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         (weight,) = ctx.weights
+        if torch.is_grad_enabled():
+            raise second_order(weight)
         driver, group = weight.driver, weight.weight_group
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         flat_grad = grad.reshape(-1, grad.shape[-1])
         if needs_x:
-            _require_unchanged(ctx)
+            require_unchanged(ctx)
             (full,) = _cast_all(driver.gathers.visit(group), ctx.cast)
             grad_x = _input_gradient(x, flat_grad, full)
-        if _accumulates(ctx):
+        if _accumulates(ctx, first=1):
             (wgrad,) = driver.reductions.buffers(group, x.dtype)
             torch.mm(flat_grad.t(), x.reshape(-1, x.shape[-1]), out=wgrad)
             (grad_weight,) = driver.reductions.take(group, [wgrad])
@@ -159,16 +152,17 @@ class _Embedding(torch.autograd.Function):
         ctx: Any, weight: Shard, indices: torch.Tensor, padding_idx: int, scale_grad_by_freq: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(indices)
-        _remember(ctx, [weight], first_input=0)
+        remember(ctx, [weight])
         ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
         (full,) = weight.driver.gathers.visit(weight.weight_group)
         return F.embedding(indices, full)
 
     @staticmethod
-    @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (indices,) = ctx.saved_tensors
         (weight,) = ctx.weights
+        if torch.is_grad_enabled():
+            raise second_order(weight)
         grad_weight = None
         if _accumulates(ctx):
             wgrad = torch.ops.aten.embedding_dense_backward(
@@ -186,7 +180,7 @@ class _GroupedLinear(torch.autograd.Function):
         weights: Sequence[Shard] = params[:num_gemms]
         biases: Sequence[torch.Tensor] = params[num_gemms:]
         ctx.save_for_backward(x)
-        _remember(ctx, weights, first_input=1)
+        remember(ctx, weights)
         ctx.m_splits, ctx.num_biases, ctx.cast = m_splits, len(biases), cast
         fulls = _cast_all(weights[0].driver.gathers.visit(weights[0].weight_group), cast)
         parts = x.split(m_splits)
@@ -197,19 +191,20 @@ class _GroupedLinear(torch.autograd.Function):
         return torch.cat(out)
 
     @staticmethod
-    @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         weights = ctx.weights
+        if torch.is_grad_enabled():
+            raise second_order(weights[0])
         driver, group = weights[0].driver, weights[0].weight_group
         grads, parts = grad.split(ctx.m_splits), x.split(ctx.m_splits)
         grad_x = None
         grad_weights: list[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            _require_unchanged(ctx)
+            require_unchanged(ctx)
             fulls = _cast_all(driver.gathers.visit(group), ctx.cast)
             grad_x = torch.cat([g.mm(full) for g, full in zip(grads, fulls, strict=True)])
-        if _accumulates(ctx):
+        if _accumulates(ctx, first=1):
             wgrads = driver.reductions.buffers(group, x.dtype)
             for g, part, wgrad in zip(grads, parts, wgrads, strict=True):
                 torch.mm(g.t(), part, out=wgrad)
@@ -221,15 +216,16 @@ class _GroupedLinear(torch.autograd.Function):
 class _FullWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Shard, done: Callable[[], None]) -> torch.Tensor:
-        _remember(ctx, [weight], first_input=0)
+        remember(ctx, [weight])
         ctx.done = done
         (full,) = weight.driver.gathers.visit(weight.weight_group)
         return full.clone()
 
     @staticmethod
-    @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         (weight,) = ctx.weights
+        if torch.is_grad_enabled():
+            raise second_order(weight)
         ctx.done()
         grad_weight = None
         if _accumulates(ctx):
@@ -249,7 +245,13 @@ class _Unrecorded:
 
 def _recording(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply``, or only its forward if autograd records nothing, which ``etp/passes.py`` relies on."""
-    return function.apply if torch.is_grad_enabled() else partial(function.forward, _Unrecorded())
+    if not torch.is_grad_enabled():
+        return partial(function.forward, _Unrecorded())
+    if torch._C._are_functorch_transforms_active():
+        return function.apply
+    # What that calls otherwise, behind nine more Python calls.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # in C
+    return apply
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -361,6 +363,9 @@ def grouped_linear(
     Raises:
         ValueError: if ``m_splits`` does not fit ``weights`` and ``x``, or ``weights`` are not one group.
     """
+    if torch.compiler.is_dynamo_compiling():
+        hidden: torch.Tensor = uncompiled(grouped_linear, x, weights, biases, m_splits)
+        return hidden
     _require_group(weights)
     if len(m_splits) != len(weights) or sum(m_splits) != x.shape[0]:
         raise ValueError(

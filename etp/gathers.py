@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from etp.cache import Slot
+from etp.collectives import direct_transport
 from etp.collectives.base import Route
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
@@ -127,28 +128,28 @@ class Gathers:
             if former is not None and former.pending:
                 former.abandon_gather()
         self._largest_group = max(self._largest_group, group.nbytes)
-        waits = self._waits(group, slot, route)
-        number, epoch = self._passes.number, self._weights.epoch
-        group.issue_gather(route, pass_number=number, epoch=epoch, waits=waits, columns=reading.columns)
-
-    def _waits(self, group: WeightGroup, slot: Slot, route: Route) -> list[Any] | None:
-        """Events that a gather into the slot must wait for; see :meth:`etp.streams.Lane.start`."""
-        published = group.is_published
-        if not published:
+        is_published = group.is_published
+        if not is_published:
             for hook in group.before_gather:
                 hook()
-        if not slot.reads or None in slot.reads:
-            # New memory, which compute enqueued so far may have used before the allocator recycled it; or no streams.
-            return None
-        reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
-        if published:
-            # The publication is earlier on the same lane.
-            return reads
+        number, epoch = self._passes.number, self._weights.epoch
+        waits = None
+        # Otherwise new memory, which compute enqueued so far may have used before the allocator recycled it; or no
+        # streams.
+        if slot.reads and None not in slot.reads:
+            waits = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
+            # A publication is earlier on the same lane.
+            if not is_published:
+                waits.append(self._final(group, route))
+        group.issue_gather(route, pass_number=number, epoch=epoch, waits=waits, columns=reading.columns)
+
+    def _final(self, group: WeightGroup, route: Route) -> Any:
+        """An event after which the shards are final, where gathers read them in place."""
         final = self._weights.final.get(route.device)
         if final is None or group.before_gather or not group.is_observed(self._weights.stamp):
             # The shards may have been written last by work that the caller has enqueued just now.
-            final = route.gather.mark()
-        return [final, *reads]
+            return route.gather.mark()
+        return final
 
     # Ahead of visits -----------------------------------------------------------------------------------------
 
@@ -171,7 +172,8 @@ class Gathers:
             group = reading.group
             # What this pass has started already is not looked at again: its visit does that.
             if not group.pending or group.issued_in_pass != number or group.gathered_columns is not reading.columns:
-                if group.read_in_pass != number:
+                if group.read_in_pass < self._passes.forward_number:
+                    # Weights do not change until the backward pass ends. If they do, their visit notices.
                     group.read_shards(number)
                 slot = group.attach(cache)
                 if not group.holds(epoch, gathered_in=gathered_in, columns=reading.columns):
@@ -203,12 +205,12 @@ class Gathers:
         full = local.new_empty(layout.padded_shape)
         # Not with the group's own transport, which may move shards as they were last published. Full weights may also
         # be requested before the shards are on the device on which they are trained.
-        transport = self._routes.direct(group)
+        transport = direct_transport(self._config, group.process_group)
         transport.all_gather(Stack([full]), Stack([local]), f"all-gather of {shard.fqn} (full tensor)").join()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
     def change_mode(self, mode: Mode) -> None:
-        """Void everything gathered so far; see :class:`etp.mode.Changing`."""
+        """Void everything gathered so far; see :attr:`etp.mode.Modes.parts`."""
         del mode
         for group in self._groups:
             group.change_mode()
@@ -227,13 +229,14 @@ class Gathers:
 
     def describe_chain(self) -> str:
         """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
-        forward = self._passes.chain.forward
+        forward = self._passes.forward_order
         order = [reading.group for reading in forward.learned or forward.visits]
         lines = [f"chain of {len(order)} weight groups, prefetch depth {self._config.prefetch_depth}"]
         slots = {id(slot): number for number, slot in enumerate(self._modes.now.cache.slots())}
         for group in order:
             shapes = " ".join(str(list(shard.layout.shape)) for shard in group.shards[:1])
             # None right after a capture has begun or ended.
-            slot = f"slot {slots[id(group.slot)]}" if group.has_slot else "no slot"
+            number = slots.get(id(group._slot))
+            slot = "no slot" if number is None else f"slot {number}"
             lines.append(f"  {group.name}: {shapes} over {group.size} ranks, {slot}, {group.nbytes} bytes")
         return "\n".join(lines)

@@ -46,14 +46,8 @@ class _Block:
     def __init__(self, kind: BlockKind) -> None:
         numel, dtype, device, _ = self.kind = kind
         self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._stacks: dict[tuple[int, tuple[int, ...]], Stack] = {}
-
-    def as_stack(self, count: int, shape: tuple[int, ...]) -> Stack:
-        """``count`` tensors of ``shape``; the same object at every call."""
-        made = self._stacks.get((count, shape))
-        if made is None:
-            made = self._stacks[count, shape] = Stack(self.flat.view(count, *shape).unbind(0))
-        return made
+        self.stacks: dict[tuple[int, tuple[int, ...]], Stack] = {}
+        """Its memory as a number of tensors of a shape, as it was lent before."""
 
 
 class WgradPool:
@@ -75,24 +69,28 @@ class WgradPool:
         free = self._free[kind]
         block = free.pop() if free else _Block(kind)
         self._lent[block.flat.data_ptr()] = block
-        return block.as_stack(count, shape)
+        stack = block.stacks.get((count, shape))
+        if stack is None:
+            stack = block.stacks[count, shape] = Stack.within(block.flat, count, shape)
+        return stack
 
     def has_free(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any = None) -> bool:
         """Whether a lease of this kind needs no new memory."""
         return bool(self._free[numel, dtype, device, stream])
 
-    def owns(self, buffer: torch.Tensor) -> bool:
-        """Whether ``buffer`` starts at the address of a block that is lent out now."""
-        return buffer.data_ptr() in self._lent
+    def kind_of(self, buffer: torch.Tensor) -> BlockKind | None:
+        """The kind of the block that starts at the address of ``buffer`` and is lent out now; None if there is none."""
+        block = self._lent.get(buffer.data_ptr())
+        return None if block is None else block.kind
 
     def leased(self, tensors: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Stack | None:
         """The leased stack whose tensors, of ``shape``, have the addresses of ``tensors``; None if there is none."""
         block = self._lent.get(tensors[0].data_ptr())
-        if block is None or block.kind[0] != len(tensors) * math.prod(shape):
-            return None
-        stack = block.as_stack(len(tensors), shape)
+        stack = None if block is None else block.stacks.get((len(tensors), shape))
         # The first tensor's address is the block's.
-        return stack if list(map(_ADDRESS, tensors[1:])) == list(map(_ADDRESS, stack.tensors[1:])) else None
+        if stack is None or len(tensors) == 1:
+            return stack
+        return stack if list(map(_ADDRESS, tensors)) == list(map(_ADDRESS, stack.tensors)) else None
 
     def restore(self, buffer: torch.Tensor) -> None:
         """Take a block back by its first tensor, for its stream to write; EtpStateError if it is not lent out."""
@@ -150,37 +148,24 @@ class PendingReduction:
         self._publish = publish
         self.belated = False
         """Whether another pass has begun since it was started."""
-        count = len(wgrads.tensors)
-        self.nbytes = count * wgrads.nbytes
+        self.nbytes = len(wgrads.tensors) * wgrads.nbytes
         """Bytes of the gradients that it keeps alive until it is finished."""
-        self.block: BlockKind | None = None
+        self.block = pool.kind_of(wgrads.tensors[0])
         """The kind of the block that finishing it returns to the pool; None if the gradients are not leased."""
-        if pool.owns(wgrads.tensors[0]):
-            self.block = count * wgrads.numel, wgrads.dtype, wgrads.device, home
 
-    def finish(self) -> None:
-        """Wait, then publish the gradient on the shards."""
+    def finish(self, *, publish: bool = True) -> None:
+        """Wait, then publish the gradient on the shards, unless its backward pass was abandoned."""
         try:
             self.ready.wait()
-            if self._publish is not None:
+            if publish and self._publish is not None:
                 self._publish(not self.belated)
         finally:
             # Even if a peer is late or a hook raises, the weight must be usable in the next step.
-            self._release()
-
-    def discard(self) -> None:
-        """Wait, and drop the result, because its backward pass was abandoned."""
-        try:
-            self.ready.wait()
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self.group.end_reduction()
-        self.ready.wait(self._home)
-        wgrads, self._wgrads = self._wgrads, None
-        if wgrads is not None and self.block is not None:
-            self._pool.restore(wgrads.tensors[0])
+            self.group.reducing = False
+            self.ready.wait(self._home)
+            wgrads, self._wgrads = self._wgrads, None
+            if wgrads is not None and self.block is not None:
+                self._pool.restore(wgrads.tensors[0])
 
 
 def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: WgradPool, stream: Any = None) -> Stack:

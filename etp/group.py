@@ -1,9 +1,10 @@
 """Weight groups, the units of gathering and reducing: one weight, or all experts of a grouped layer.
 
-[Note: one at a time] A group has at most one gather that was not handed out yet (:attr:`WeightGroup.pending`) and one
-reduction in flight (:attr:`WeightGroup.reducing`); starting a second one raises EtpStateError. A gathered weight stays
-in its slot after it was handed out. It can be handed out again without a gather until another group claims the slot or
-the shard changes: see :meth:`WeightGroup.holds`. A gather that fails to start or to finish voids its slot.
+[Note: one at a time] A group has at most one gather that was not handed out yet (:attr:`WeightGroup.pending`); starting
+a second one raises EtpStateError. It has at most one reduction in flight (:attr:`WeightGroup.reducing`), which is
+finished before the next one starts. A gathered weight stays in its slot after it was handed out. It can be handed out
+again without a gather until another group claims the slot or the shard changes: see :meth:`WeightGroup.holds`. A gather
+that fails to start or to finish voids its slot.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class WeightGroup:
                     f"{shard.fqn} of {shard.layout} cannot be gathered together with {self.shards[0].fqn} of "
                     f"{self.layout}: the weights of a group have one shape"
                 )
+        self.rename()
         self.process_group = process_group
         self.size = dist.get_world_size(process_group)
         self.pending = False
@@ -85,7 +87,7 @@ class WeightGroup:
         self.route: Route | None = None
         """How it communicates (:meth:`etp.routes.Routes.of`); None until that is known for its device."""
         self.observed: tuple[Any, ...] | None = None
-        """What was observed last (:meth:`note_observed`); None if nothing."""
+        """Stamp, :attr:`format` and :attr:`version` of the last observation, see ``etp/versions.py``; None if none."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
         self.reduce_hooks: list[Callable[[Shard | None], None]] = []
@@ -123,31 +125,15 @@ class WeightGroup:
         """Count collectives and their bytes from zero; see :class:`etp.traffic.TrafficCounters`."""
         self.gathers = self.gathered_bytes = self.reductions = self.reduced_bytes = 0
 
-    @cached_property
-    def name(self) -> str:
-        """The first weight's name, and the number of further weights."""
+    def rename(self) -> None:
+        """Take the names of the shards, because one was named or renamed."""
         more = f" (+{len(self.shards) - 1})" if len(self.shards) > 1 else ""
-        return f"{self.shards[0].fqn}{more}"
-
-    @cached_property
-    def gather_label(self) -> str:
+        self.name = f"{self.shards[0].fqn}{more}"
+        """The first weight's name, and the number of further weights."""
+        self.gather_label = f"all-gather of {self.name}"
         """Names the group's gathers in messages."""
-        return f"all-gather of {self.name}"
-
-    @cached_property
-    def reduce_label(self) -> str:
+        self.reduce_label = f"reduce-scatter of {self.name}'s gradient"
         """Names the group's reductions in messages."""
-        return f"reduce-scatter of {self.name}'s gradient"
-
-    def renamed(self) -> None:
-        """Drop the cached names, because a shard was renamed."""
-        for name in ("name", "gather_label", "reduce_label"):
-            self.__dict__.pop(name, None)
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether a cache is attached in the current mode (inside or outside of a CUDA graph)."""
-        return self._slot is not None
 
     @property
     def slot(self) -> Slot:
@@ -205,24 +191,15 @@ class WeightGroup:
                 self.observed = None
 
     def published(self) -> Sequence[Stack]:
-        """What this rank publishes: its shards, or all parts of their quantized copies."""
-        if self.format is None:
-            return (self.local_shards(),)
-        quantization, index = self._copies()
-        return quantization.published(index)
-
-    def sources(self) -> Stack:
-        """What gathers read: this rank's shards, or their quantized copies.
-
-        In a format that quantizes rows and columns separately, the data of the rows.
+        """What this rank publishes: its shards, or all parts of their quantized copies.
 
         Raises:
             EtpStateError: if the group has a format and its shards were never quantized.
         """
         if self.format is None:
-            return self.local_shards()
+            return (self.local_shards(),)
         quantization, index = self._copies()
-        return quantization.copies[index]
+        return quantization.published(index)
 
     def _copies(self) -> tuple[Quantization, int]:
         if self._quantized is None:
@@ -257,10 +234,6 @@ class WeightGroup:
     def is_published(self) -> bool:
         """Whether gathers read published copies rather than the shards themselves; its route must be known."""
         return self.format is not None or (self.route is not None and self.route.transport.publishes)
-
-    def note_observed(self, stamp: tuple[int, int]) -> None:
-        """Record an observation of the shards as :meth:`read_shards` has found them; see ``etp/versions.py``."""
-        self.observed = stamp, self.format, self.version
 
     def is_observed(self, stamp: tuple[int, int]) -> bool:
         """Whether the shards were observed as they are now, with an observation of this stamp."""
@@ -355,12 +328,17 @@ class WeightGroup:
             self.gathered_columns = columns
             self.issued_in_pass = pass_number
             gather: Callable[[], InFlight]
-            if self.format is not None and self.format.apart:
-                quantization, index = self._copies()
-                parts = quantization.moved(index, slot.buffers, columns=columns)
-                gather = partial(route.transport.all_gather_parts, parts, self.gather_label)
+            if self.format is None:
+                sources = self.local_shards() if self._local is None else self._local
+                gather = partial(route.transport.all_gather, slot.buffers, sources, self.gather_label)
             else:
-                gather = partial(route.transport.all_gather, slot.buffers, self.sources(), self.gather_label)
+                quantization, index = self._quantized or self._copies()
+                if self.format.apart:
+                    parts = quantization.moved(index, slot.buffers, columns=columns)
+                    gather = partial(route.transport.all_gather_parts, parts, self.gather_label)
+                else:
+                    copies = quantization.copies[index]
+                    gather = partial(route.transport.all_gather, slot.buffers, copies, self.gather_label)
             self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes
@@ -454,19 +432,3 @@ class WeightGroup:
         for hook in self.reduce_hooks:
             hook(shard)
         shard.run_reduce_hooks()
-
-    def begin_reduction(self, nbytes: int) -> None:
-        """Record the start of a reduction of ``nbytes`` bytes of gradients.
-
-        Raises:
-            EtpStateError: if one is in flight.
-        """
-        if self.reducing:
-            raise EtpStateError(f"a gradient of {self.name} is being reduced already; finish that reduction first")
-        self.reducing = True
-        self.reductions += 1
-        self.reduced_bytes += nbytes
-
-    def end_reduction(self) -> None:
-        """Record that the reduction has ended or failed."""
-        self.reducing = False

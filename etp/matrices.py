@@ -76,67 +76,64 @@ def _cost(layout: ShardLayout) -> int:
     return short * short * (2 * long + short)
 
 
-class GroupMatrices:
-    """Computes on whole matrices of shard groups.
+def on_owners(
+    routes: Routes,
+    plan: MatrixPlan,
+    group: dist.ProcessGroup,
+    send: Callable[[int], torch.Tensor],
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+    receive: Callable[[int, torch.Tensor], None],
+) -> None:
+    """Compute on every matrix of a plan on its owner. Collective; no padding is sent.
 
     Args:
         routes: waits for each collective.
+        plan: equal on all ranks.
+        group: the shard group.
+        send: called once with the index of each matrix; returns this rank's rows, ``[rows, columns]``, possibly
+            none. All of one dtype.
+        compute: called with the index of each matrix that this rank owns and the whole, which it may overwrite;
+            returns a result of the same shape and dtype.
+        receive: called once with the index of each matrix and this rank's rows of its result, which it must not
+            keep.
     """
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    for owned in plan.rounds:
+        mine = owned[rank]
+        indices = [index for each in owned for index in each]
+        sent = torch.cat([send(index).reshape(-1) for index in indices])
+        to_owners = [sum(plan.numel(index, rank) for index in each) for each in owned]
+        to_owner = [sum(plan.numel(index, source) for index in mine) for source in ranks]
+        gathered = _all_to_all(routes, sent, to_owners, to_owner, group, "all-to-all of matrices to their owners")
+        parts = gathered.split([plan.numel(index, source) for source in ranks for index in mine])
+        results = []
+        for place, index in enumerate(mine):
+            whole = torch.cat(parts[place :: len(mine)]).view(plan.layouts[index].shape)
+            results.append(compute(index, whole))
+        rows = [
+            result[slice(*plan.layouts[index].logical_range(target))].reshape(-1)
+            for target in ranks
+            for index, result in zip(mine, results, strict=True)
+        ]
+        returned = torch.cat(rows) if rows else sent.new_empty(0)
+        received = _all_to_all(routes, returned, to_owner, to_owners, group, "all-to-all of results to their shards")
+        for index, part in zip(indices, received.split([plan.numel(i, rank) for i in indices]), strict=True):
+            receive(index, part.view(-1, *plan.layouts[index].shape[1:]))
+        for buffer in (sent, gathered, returned, received):
+            free_bytes(buffer)
 
-    def __init__(self, routes: Routes) -> None:
-        self._routes = routes
 
-    def on_owners(
-        self,
-        plan: MatrixPlan,
-        group: dist.ProcessGroup,
-        send: Callable[[int], torch.Tensor],
-        compute: Callable[[int, torch.Tensor], torch.Tensor],
-        receive: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Compute on every matrix of a plan on its owner. Collective; no padding is sent.
-
-        Args:
-            plan: equal on all ranks.
-            group: the shard group.
-            send: called once with the index of each matrix; returns this rank's rows, ``[rows, columns]``, possibly
-                none. All of one dtype.
-            compute: called with the index of each matrix that this rank owns and the whole, which it may overwrite;
-                returns a result of the same shape and dtype.
-            receive: called once with the index of each matrix and this rank's rows of its result, which it must not
-                keep.
-        """
-        rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
-        for owned in plan.rounds:
-            mine = owned[rank]
-            indices = [index for each in owned for index in each]
-            sent = torch.cat([send(index).reshape(-1) for index in indices])
-            to_owners = [sum(plan.numel(index, rank) for index in each) for each in owned]
-            to_owner = [sum(plan.numel(index, source) for index in mine) for source in ranks]
-            gathered = self._all_to_all(sent, to_owners, to_owner, group, "all-to-all of matrices to their owners")
-            parts = gathered.split([plan.numel(index, source) for source in ranks for index in mine])
-            results = []
-            for place, index in enumerate(mine):
-                whole = torch.cat(parts[place :: len(mine)]).view(plan.layouts[index].shape)
-                results.append(compute(index, whole))
-            rows = [
-                result[slice(*plan.layouts[index].logical_range(target))].reshape(-1)
-                for target in ranks
-                for index, result in zip(mine, results, strict=True)
-            ]
-            returned = torch.cat(rows) if rows else sent.new_empty(0)
-            received = self._all_to_all(returned, to_owner, to_owners, group, "all-to-all of results to their shards")
-            for index, part in zip(indices, received.split([plan.numel(i, rank) for i in indices]), strict=True):
-                receive(index, part.view(-1, *plan.layouts[index].shape[1:]))
-            for buffer in (sent, gathered, returned, received):
-                free_bytes(buffer)
-
-    def _all_to_all(
-        self, sent: torch.Tensor, sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup, label: str
-    ) -> torch.Tensor:
-        received = sent.new_empty(sum(received_sizes))
-        on_cpu = sent.device.type != "cuda"
-        # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
-        exchange = partial(dist.all_to_all_single, received, sent, received_sizes, sizes, group=group, async_op=on_cpu)
-        self._routes.wait_for(exchange, group, label, on_cpu)
-        return received
+def _all_to_all(
+    routes: Routes,
+    sent: torch.Tensor,
+    sizes: list[int],
+    received_sizes: list[int],
+    group: dist.ProcessGroup,
+    label: str,
+) -> torch.Tensor:
+    received = sent.new_empty(sum(received_sizes))
+    on_cpu = sent.device.type != "cuda"
+    # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
+    exchange = partial(dist.all_to_all_single, received, sent, received_sizes, sizes, group=group, async_op=on_cpu)
+    routes.wait_for(exchange, group, label, on_cpu)
+    return received

@@ -15,9 +15,8 @@ Therefore:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -50,17 +49,6 @@ class Mode:
     replays_steps: bool = False
 
 
-class Changing(Protocol):
-    """A part of the runtime with state that must not outlive a mode."""
-
-    def change_mode(self, mode: Mode) -> None:
-        """Drop events, and what is in flight or held: a capture begins, with the device idle, or has ended.
-
-        Args:
-            mode: what begins. It becomes :attr:`Modes.now` once all parts have changed.
-        """
-
-
 class Modes:
     """The modes of one runtime.
 
@@ -70,7 +58,9 @@ class Modes:
 
     Attributes:
         now: the current mode. Only :meth:`update` and :meth:`begin_step` assign it.
-        parts: the parts to notify of a change, in this order, before it happens; the first may refuse it by raising.
+        parts: called with the mode that begins, in this order, before it becomes :attr:`now`: a capture begins, with
+            the device idle, or has ended. Each drops its events, and what is in flight or held. The first may refuse
+            the change by raising.
         possible: whether work can be captured at all.
         drained_after_parts: whether everything started in a captured part is finished at its end
             (:meth:`etp.EtpRuntime.drain`). Only then do forward passes of captured parts prefetch.
@@ -82,8 +72,9 @@ class Modes:
         self._driver: CudaDriver | None = None
         self._eager = self.now = self._new()
         self._captured: Mode | None = None
-        self.parts: Sequence[Changing] = ()
-        self.possible = torch.cuda.is_available()
+        self.parts: Sequence[Callable[[Mode], None]] = ()
+        self.possible = torch.cuda.is_available() and torch.cuda.device_count() > 0
+        self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if self.possible else bool
         self.drained_after_parts = False
 
     def _new(self) -> Mode:
@@ -108,6 +99,9 @@ class Modes:
 
     def update(self) -> None:
         """Change modes if a capture has begun or ended since the last call."""
+        # First, because it holds nearly always, and is asked several times for each weight.
+        if self.now.capture is None and not self._is_capturing():
+            return
         if not self._groups:
             return
         capture = self._current_capture(self._groups[0].spec.device)
@@ -116,7 +110,8 @@ class Modes:
         if self.now.capture is not None:
             self._change(self._after(self.now))
         if capture is not None:
-            self._change(self._during(capture))
+            buffers = self._captured or self._eager
+            self._change(Mode(buffers.cache, buffers.pool, capture, is_part=True))
 
     def begin_step(self) -> None:
         """Record that the current capture contains the forward of the sharded module: it is whole."""
@@ -132,16 +127,12 @@ class Modes:
 
     def _change(self, mode: Mode) -> None:
         for part in self.parts:
-            part.change_mode(mode)
+            part(mode)
         if mode.capture is None:
             self._eager = mode
         else:
             self._leave_buffers_to(mode)
         self.now = mode
-
-    def _during(self, capture: int) -> Mode:
-        buffers = self._captured or self._eager
-        return Mode(buffers.cache, buffers.pool, capture, is_part=True)
 
     def _after(self, ended: Mode) -> Mode:
         former = self._eager

@@ -25,6 +25,7 @@ from etp.membership import Membership
 from etp.optimizers import OptimizerCheck
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
+from etp.shard import own_rank
 from etp.te import refuse_quantized, te_available, te_pytorch
 
 
@@ -108,7 +109,7 @@ class Linear(_ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        return functional.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, as ``nn.Linear`` prints them."""
@@ -172,7 +173,7 @@ class LayerNormLinear(_ShardedModule):
             x = F.layer_norm(x, shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         else:
             x = F.rms_norm(x, shape, self.layer_norm_weight, self.eps)
-        return functional.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Sizes and the kind of norm."""
@@ -258,8 +259,7 @@ def shard_weights(
     Raises:
         ValueError: if this rank is not in ``group``, or a weight cannot be sharded.
     """
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is no member of etp_group; pass each rank its own group")
+    own_rank(group, "etp_group")
     for name in weight_names:
         refuse_quantized(name, getattr(module, name))
     config = config or EtpConfig()
@@ -276,7 +276,7 @@ def shard_weights(
     for name, param in module.named_parameters():
         if not isinstance(param, ETPShardedParam):
             runtime.replicated.register(param, group, name)
-    runtime.agree_on_name(group, module)
+    runtime.routes.agree_on_name(group, module)
     check_uses(module, runtime)
     return runtime
 

@@ -13,8 +13,9 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import ParamsT, _to_scalar
 
 from etp.errors import PeerMismatchError
-from etp.matrices import MatrixPlan
+from etp.matrices import MatrixPlan, on_owners
 from etp.param import ETPShardedParam
+from etp.scalars import gathered
 from etp.shard_grad import plain
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -84,7 +85,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"ns_steps is {ns_steps}; it must be at least 0 and below 100")
         if adjust_lr_fn not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; it must be one of {_ADJUSTMENTS}")
-        self._exchanges = MatrixExchanges()
+        self._exchange = MatrixExchange()
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -157,7 +158,8 @@ class Muon(torch.optim.Optimizer):
 
     def _step_together(self, updates: list[_Update]) -> None:
         shards = [update.param for update in updates if isinstance(update.param, ETPShardedParam)]
-        self._exchanges.of(shards).run(
+        self._exchange.run(
+            shards,
             send=lambda index: updates[index].advance_momentum(),
             compute=lambda index, momentum: updates[index].options.orthogonalized(momentum),
             receive=lambda index, rows: updates[index].apply(rows),
@@ -234,60 +236,50 @@ def _step_alone(update: _Update) -> None:
 
 
 class MatrixExchange:
-    """Sends sharded matrices of one process group, which are stepped together, to their owners and back.
+    """Sends sharded matrices that are stepped together to their owners and back."""
 
-    Building one is collective.
-
-    Args:
-        shards: of matrices, cut into more than one shard, in the same order on all ranks.
-
-    Raises:
-        PeerMismatchError: if the ranks would step different ones.
-    """
-
-    def __init__(self, shards: Sequence[ETPShardedParam]) -> None:
-        # References, so that no other parameter can take the place of one.
-        self._shards = list(shards)
-        self._group = shards[0].group
-        names = [f"{shard.fqn} {shard.layout.shape}" for shard in shards]
-        digest = hashlib.sha256("\n".join(names).encode()).digest()
-        own = torch.tensor([len(names), int.from_bytes(digest[:7])], dtype=torch.int64, device=shards[0].device)
-        label = "all-gather of the matrices that have gradients"
-        everyone = shards[0].driver.scalars.gathered(own, self._group, label).tolist()
-        if any(each != everyone[0] for each in everyone):
-            ranks = dist.get_process_group_ranks(self._group)
-            counts = {rank: each[0] for rank, each in zip(ranks, everyone, strict=True)}
-            raise PeerMismatchError(
-                "Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
-                f"by rank, their numbers are {counts}, and rank {dist.get_rank()} begins with {names[0]}. Give all "
-                "ranks the same parameters, and clear gradients on all of them or on none"
-            )
-        self._plan = MatrixPlan.balanced([shard.layout for shard in shards])
-
-    def is_of(self, shards: Sequence[ETPShardedParam]) -> bool:
-        """Whether it was built for these shards."""
-        return [*map(id, shards)] == [*map(id, self._shards)]
+    def __init__(self) -> None:
+        # Of the latest step of each process group, because the same matrices have gradients in most steps. With the
+        # shards, so that no other parameter can take the place of one.
+        self._latest: dict[dist.ProcessGroup, tuple[list[ETPShardedParam], MatrixPlan]] = {}
 
     def run(
         self,
+        shards: Sequence[ETPShardedParam],
         send: Callable[[int], torch.Tensor],
         compute: Callable[[int, torch.Tensor], torch.Tensor],
         receive: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """See :meth:`etp.matrices.GroupMatrices.on_owners`. Indices are those of the shards. Collective."""
-        self._shards[0].driver.matrices.on_owners(self._plan, self._group, send, compute, receive)
+        """See :func:`etp.matrices.on_owners`. Indices are those of the shards. Collective.
 
+        Args:
+            shards: of matrices of one process group, cut into more than one shard, in the same order on all ranks.
+            send: see :func:`etp.matrices.on_owners`.
+            compute: see :func:`etp.matrices.on_owners`.
+            receive: see :func:`etp.matrices.on_owners`.
 
-class MatrixExchanges:
-    """The latest exchange of each process group: the same matrices have gradients in most steps."""
-
-    def __init__(self) -> None:
-        self._latest: dict[dist.ProcessGroup, MatrixExchange] = {}
-
-    def of(self, shards: Sequence[ETPShardedParam]) -> MatrixExchange:
-        """The exchange of these shards, all of one process group. Collective if the latest one was of other shards."""
+        Raises:
+            PeerMismatchError: if the ranks would step different ones.
+        """
         group = shards[0].group
-        found = self._latest.get(group)
-        if found is None or not found.is_of(shards):
-            found = self._latest[group] = MatrixExchange(shards)
-        return found
+        known = self._latest.get(group)
+        if known is None or [*map(id, known[0])] != [*map(id, shards)]:
+            known = self._latest[group] = list(shards), _agreed_plan(shards)
+        on_owners(shards[0].driver.routes, known[1], group, send, compute, receive)
+
+
+def _agreed_plan(shards: Sequence[ETPShardedParam]) -> MatrixPlan:
+    """The plan of these matrices; PeerMismatchError if other ranks would step others. Collective."""
+    group = shards[0].group
+    names = [f"{shard.fqn} {shard.layout.shape}" for shard in shards]
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    own = torch.tensor([len(names), int.from_bytes(digest[:7])], dtype=torch.int64, device=shards[0].device)
+    everyone = gathered(shards[0].driver.routes, own, group, "all-gather of the matrices that have gradients").tolist()
+    if any(each != everyone[0] for each in everyone):
+        counts = {rank: each[0] for rank, each in zip(dist.get_process_group_ranks(group), everyone, strict=True)}
+        raise PeerMismatchError(
+            "Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
+            f"by rank, their numbers are {counts}, and rank {dist.get_rank()} begins with {names[0]}. Give all "
+            "ranks the same parameters, and clear gradients on all of them or on none"
+        )
+    return MatrixPlan.balanced([shard.layout for shard in shards])

@@ -74,7 +74,8 @@ class OptimizerCheck:
         """The entries of each optimizer's groups when they were checked."""
         before_optimizer_steps(owner, self._before_step)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, owner: Any, optimizer: torch.optim.Optimizer) -> None:
+        del owner
         reductions = self._reductions()
         if reductions is not None and not reductions.idle:
             _require_complete(optimizer, reductions)

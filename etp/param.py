@@ -17,7 +17,6 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._compile import _disable_dynamo
 
 from etp import functional
 from etp.allowed import ALLOWED, is_refused
@@ -27,7 +26,7 @@ from etp.errors import EtpStateError
 from etp.formats.base import WeightFormat
 from etp.layout import ShardLayout
 from etp.refusals import meet_whole_weight, refusal
-from etp.shard import Shard, own_rank
+from etp.shard import Shard, own_rank, uncompiled
 from etp.shard_grad import owned_grad
 from etp.te import active_format
 from etp.terms import call_with_counted
@@ -45,22 +44,6 @@ _READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _WRITE_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-@_disable_dynamo
-def _uncompiled(
-    cls: type[ETPShardedParam],
-    func: Any,
-    types: Iterable[type],
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None,
-) -> Any:
-    """``__torch_function__`` of a shard, hidden from dynamo.
-
-    If compiled, it would call ``func`` on the shard itself without end. Dynamo's streams are not those of the
-    transports.
-    """
-    return cls.__torch_function__(func, types, args, kwargs)
 
 
 class ETPShardedParam(Shard):
@@ -189,7 +172,8 @@ class ETPShardedParam(Shard):
         Results are plain tensors, except as ``etp/derived.py`` says.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(cls, func, types, args, kwargs)
+            # If compiled, it would call ``func`` on the shard itself without end.
+            return uncompiled(cls.__torch_function__, func, types, args, kwargs)
         kwargs = kwargs or {}
         sharded = _SHARDED_FUNCTIONS.get(func)
         if sharded is not None and isinstance(kwargs.get("weight", args[1] if len(args) > 1 else None), cls):

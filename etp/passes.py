@@ -125,23 +125,6 @@ class PassSequence[K]:
         return self._former[done]
 
 
-class Chain[T]:
-    """Both timelines of one model (or one virtual pipeline stage)."""
-
-    def __init__(self) -> None:
-        self.forward: Timeline[T] = Timeline()
-        self.backward: Timeline[T] = Timeline()
-
-    def begin_forward(self) -> None:
-        """Start a forward pass."""
-        self.forward.begin()
-
-    def begin_backward(self) -> None:
-        """Start a backward pass; the first one is expected to reverse the forward pass."""
-        forward = self.forward.visits or self.forward.learned
-        self.backward.begin(guess=forward[::-1])
-
-
 class _BackwardToken:
     """Lives as long as autograd's graph task, whose callback holds the only reference."""
 
@@ -165,9 +148,11 @@ class Passes:
         at_end: called at the end of a backward pass. If it raises, the pass counts as abandoned.
 
     Attributes:
-        chain: the order of visits, in forward and in backward passes.
+        forward_order: the visits of forward passes; see [Note: chain].
+        backward_order: those of backward passes.
         collectors: the parts of the runtime that collect gradients.
         number: unique number of the latest pass.
+        forward_number: number of the latest forward pass.
         in_backward: whether the latest pass is a backward pass, in progress or finished.
     """
 
@@ -178,9 +163,10 @@ class Passes:
         *,
         at_end: Callable[[], None],
     ) -> None:
-        self.chain: Chain[Reading] = Chain()
+        self.forward_order: Timeline[Reading] = Timeline()
+        self.backward_order: Timeline[Reading] = Timeline()
         self.collectors: Sequence[CollectsGradients] = ()
-        self.number = 0
+        self.number = self.forward_number = 0
         self.in_backward = False
         self._groups = groups
         self._weights = weights
@@ -218,8 +204,8 @@ class Passes:
         """
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()
-            return self.chain.backward
-        forward = self.chain.forward
+            return self.backward_order
+        forward = self.forward_order
         if self.in_backward:
             self.begin_forward()
         elif group.rows in forward.visited:
@@ -245,17 +231,18 @@ class Passes:
         self.drop_abandoned()
         self.in_backward = False
         self.number += 1
+        self.forward_number = self.number
         for collector in self.collectors:
             collector.begin_pass(backward=False)
         self._weights.begin_forward()
-        self.chain.begin_forward()
+        self.forward_order.begin()
         if self._epoch != self._weights.epoch:
             self._epoch = self._weights.epoch
             self._sequence.begin_iteration()
         # The next training iteration does not repeat the passes of an evaluation.
         self._began_differentiable = self._in_sequence = self.may_have_backward()
         if self._in_sequence:
-            self._sequence.begin(self.chain.forward)
+            self._sequence.begin(self.forward_order)
 
     def enter_backward(self) -> None:
         """Begin a backward pass, inside autograd's graph task, unless one is in progress."""
@@ -270,9 +257,10 @@ class Passes:
         self.number += 1
         for collector in self.collectors:
             collector.begin_pass(backward=True)
-        self.chain.begin_backward()
+        # The first one is expected to reverse the forward pass.
+        self.backward_order.begin(guess=(self.forward_order.visits or self.forward_order.learned)[::-1])
         self._in_sequence = True
-        self._sequence.begin(self.chain.backward)
+        self._sequence.begin(self.backward_order)
 
     def expected(self, count: int) -> Sequence[Reading]:
         """Up to ``count`` first visits of the pass after the current one; empty if they cannot be predicted.
@@ -304,17 +292,18 @@ class Passes:
         self._token = None
 
     def change_mode(self, mode: Mode) -> None:
-        """Start a new pass at the next visit; see :class:`etp.mode.Changing`."""
+        """Start a new pass at the next visit; see :attr:`etp.mode.Modes.parts`."""
         del mode
         self._token = None
         self.in_backward = False
         self.number += 1
+        self.forward_number = self.number
         self._in_sequence = False
-        self.chain.begin_forward()
+        self.forward_order.begin()
 
     def forget_orders(self) -> None:
         """Forget the learned orders, because the runtime has lost groups."""
-        self.chain = Chain()
+        self.forward_order, self.backward_order = Timeline(), Timeline()
         self._sequence = PassSequence()
 
 

@@ -93,7 +93,7 @@ class Reductions:
         return not self._pending and not self._local_sums
 
     def change_mode(self, mode: Mode) -> None:
-        """Forget what was in flight; see :class:`etp.mode.Changing`.
+        """Forget what was in flight; see :attr:`etp.mode.Modes.parts`.
 
         Raises:
             EtpStateError: if a capture begins while gradients are on their way.
@@ -167,19 +167,29 @@ class Reductions:
                 "up is not seen outside. Capture whole iterations, or reduce each microbatch"
             )
         returned = self.returns_gradients(group)
-        if returned:
-            return self._add_returned(group, wgrads)
-        if self._modes.now.is_part and not _has_main_grads(group) and not te_is_capturing():
+        if not returned and self._modes.now.is_part and not _has_main_grads(group) and not te_is_capturing():
             raise EtpStateError(
                 f"a backward pass into .grad of {group.name} is captured without the forward pass of the module that "
                 "was sharded: its replays would leave out hooks and replicated parameters. Capture the whole step, or "
                 "use make_graphed_callables"
             )
-        chosen = None if returned is False and len(group.shards) == 1 else chosen_shards(group)
-        if chosen is None or any(chosen):
-            self._add(group, wgrads, chosen)
-        elif self._modes.now.pool.owns(wgrads[0]):
-            self._modes.now.pool.restore(wgrads[0])
+        chosen = None if returned or (returned is False and len(group.shards) == 1) else chosen_shards(group)
+        pool = self._modes.now.pool
+        if chosen is not None and not any(chosen):
+            if pool.kind_of(wgrads[0]) is not None:
+                pool.restore(wgrads[0])
+            return [None] * len(group.shards)
+        route = group.route or self._routes.of(group)
+        stream = route.reduce.current_stream()
+        padded = padded_wgrads(wgrads, group.layout, pool, stream)
+        if returned:
+            return self._add_returned(group, route, padded, stream)
+        if self._config.reduce_once_per_iteration or group.used_more_than_once:
+            # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
+            self._add_locally(group, padded, stream, chosen)
+        else:
+            trained = self._start(group, route, padded, stream, chosen=chosen)
+            self.hooks.used_further[group] = trained[0]
         return [None] * len(group.shards)
 
     def returns_gradients(self, group: WeightGroup) -> bool | None:
@@ -196,32 +206,18 @@ class Reductions:
                 return returned
         return None
 
-    def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor], chosen: Chosen) -> None:
-        route = group.route or self._routes.of(group)
-        stream = route.reduce.current_stream()
-        padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
-        if self._config.reduce_once_per_iteration or group.used_more_than_once:
-            # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
-            self._add_locally(group, padded, chosen)
-        else:
-            trained = self._start(group, route, padded, stream, chosen=chosen)
-            self.hooks.used_further[group] = trained[0]
-
-    def _add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _add_returned(self, group: WeightGroup, route: Route, padded: Stack, home: Any) -> list[torch.Tensor | None]:
         """Reduce the group's full gradients for autograd; see [Note: returned gradients]. Collective.
 
         Returns:
             for each shard its gradient, of the shard's shape; inside a capture, the memory that holds it after a
             replay. None for a frozen shard.
         """
-        route = self._routes.of(group)
-        stream = route.reduce.current_stream()
-        padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
         is_trained = group.trained()
         trained = list(itertools.compress(group.shards, is_trained))
         local = trained[0].local_shard()
         returned = new_gradients(len(trained), local, local.dtype)
-        self._start(group, route, padded, stream, returned=Destinations(returned, accumulate=False))
+        self._start(group, route, padded, home, returned=Destinations(returned, accumulate=False))
         if not self._modes.now.is_part or group.used_more_than_once:
             # Autograd reads the gradient right away, except in a capture of a single use, which only passes it on.
             self._finish_pending()
@@ -258,7 +254,9 @@ class Reductions:
         reduce = partial(route.transport.reduce_scatter, wgrads, into.sinks, divisor, label, accumulate=into.accumulate)
         ready = route.reduce.start(reduce, label=label)
         # Only now: if the start fails, e.g. for lack of memory, the next step can start it again.
-        group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
+        group.reducing = True
+        group.reductions += 1
+        group.reduced_bytes += len(wgrads.tensors) * wgrads.nbytes
         publish = None if returned else partial(self.hooks.complete, group, trained, into, chosen)
         started = PendingReduction(group, ready, padded, self._modes.now.pool, publish, home)
         self._pending.append(started)
@@ -300,8 +298,7 @@ class Reductions:
 
     # Local sums ----------------------------------------------------------------------------------------------
 
-    def _add_locally(self, group: WeightGroup, padded: Stack, chosen: Chosen) -> None:
-        stream = self._routes.of(group).reduce.current_stream()
+    def _add_locally(self, group: WeightGroup, padded: Stack, stream: Any, chosen: Chosen) -> None:
         totals, home, former = self._local_sums.get(group, (None, None, ()))
         expected = group.trained() if chosen is None else chosen
         for index, is_expected in enumerate(expected):
@@ -320,8 +317,9 @@ class Reductions:
             let_follow(stream, home)
             torch._foreach_add_(totals.tensors, padded.tensors)
             let_follow(home, stream)
-        if self._modes.now.pool.owns(padded[0]):
-            self._modes.now.pool.restore(padded[0])
+        pool = self._modes.now.pool
+        if pool.kind_of(padded[0]) is not None:
+            pool.restore(padded[0])
 
     def _expect_gradients(self, group: WeightGroup, expected: Sequence[bool]) -> None:
         """With ``reduce_once_per_iteration``, give the shards zeros as ``grad``, so that ``zero_grad()`` is noticed."""
@@ -385,7 +383,7 @@ class Reductions:
         while self._pending:
             pending = self._pending.popleft()
             self._in_flight -= pending.nbytes
-            pending.discard()
+            pending.finish(publish=False)
         self._modes.now.pool.write_off()
         self._leased.clear()
         self._local_sums.clear()

@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from etp.collectives import direct_transport, select_transport
+from etp.collectives import select_transport
 from etp.collectives.base import Route, Transport
 from etp.collectives.order import ORDER_LABEL
 from etp.collectives.works import WorkLine, reported
@@ -39,18 +40,15 @@ class Routes:
         self._names: dict[dist.ProcessGroup, str] = {}
         """The name that the ranks of each process group have agreed on for this runtime."""
         self._line = WorkLine()
-        after_optimizer_steps(self, Routes.watch_replays)
+        after_optimizer_steps(self, lambda routes, _: routes.watch_replays())
 
     def of(self, group: WeightGroup) -> Route:
         """The route of ``group``. Collective over its process group at the first call for that process group."""
         device = group.spec.device
         if group.route is None or group.route.device != device:
-            group.route = self._routed(group, device)
+            known = self._routes.get((group.process_group, device))
+            group.route = known or self._new_route(group.process_group, self._transport(group, device), device)
         return group.route
-
-    def _routed(self, group: WeightGroup, device: torch.device) -> Route:
-        route = self._routes.get((group.process_group, device))
-        return route or self._new_route(group.process_group, self._transport(group, device), device)
 
     def _new_route(self, process_group: dist.ProcessGroup, transport: Transport, device: torch.device) -> Route:
         route = self._routes[process_group, device] = Route(transport, Lane(device), Lane(device), device)
@@ -65,10 +63,6 @@ class Routes:
             logger.info("%s moves the shards of %s and the like", type(transport).__name__, group.name)
             self.transports[process_group], self._kinds[process_group] = transport, device.type
         return transport
-
-    def direct(self, group: WeightGroup) -> Transport:
-        """A transport that reads the shards themselves, even before they are on the device where they are trained."""
-        return direct_transport(self._config, group.process_group)
 
     def _routed_transports(self) -> list[Transport]:
         """The transports of all routes, each once: one may serve several devices."""
@@ -88,19 +82,8 @@ class Routes:
         former.transports.clear()
         former._routes.clear()
 
-    def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for shards that the transport of ``group``'s process group reads in place; None if it does not.
-
-        The owner of shards in this memory must call :meth:`etp.EtpRuntime.wait` before changing them. Collective over
-        the process group.
-
-        Returns:
-            ``[numel]`` elements of ``dtype``, zero.
-        """
-        return self.of(group).transport.symmetric_memory(numel, dtype)
-
     def change_mode(self, mode: Mode) -> None:
-        """Drop events; see :class:`etp.mode.Changing`."""
+        """Drop events; see :attr:`etp.mode.Modes.parts`."""
         for route in self._routes.values():
             route.gather.change_mode()
             route.reduce.change_mode()
@@ -115,8 +98,8 @@ class Routes:
     def note(self, process_group: dist.ProcessGroup, label: str) -> None:
         """Record a collective over ``process_group`` outside of its transport, for :meth:`compare_orders`."""
         transport = self.transports.get(process_group)
-        if transport is not None:
-            transport.record(label)
+        if transport is not None and transport.order is not None:
+            transport.order.record(label)
 
     def pair(self, process_group: dist.ProcessGroup, device: torch.device, label: str, members: Sequence[str]) -> None:
         """Hold the caller's stream until all ranks reach the same collective outside of the transport, if that can.
@@ -152,14 +135,9 @@ class Routes:
         if transport is not None:
             transport.watch(label)
 
-    def agree_on_name(self, process_group: dist.ProcessGroup, kind: str) -> None:
-        """Agree on a name, so that ranks that use different runtimes with equal weight names are detected. Collective.
-
-        Args:
-            process_group: the ranks.
-            kind: what the runtime drives, for messages.
-        """
-        name = [f"{kind} {secrets.token_hex(4)}"]
+    def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
+        """Agree on a name, so that ranks that use different modules with equal names are detected. Collective."""
+        name = [f"{type(module).__name__} {secrets.token_hex(4)}"]
         with reported("agreement on a name", process_group):
             dist.broadcast_object_list(name, group_src=0, group=process_group)
         self._names[process_group] = name[0]
@@ -171,12 +149,14 @@ class Routes:
             PeerMismatchError: on every rank of a process group whose ranks differ.
         """
         for (process_group, _), route in self._routes.items():
-            transport = route.transport
-            if transport.has_order_to_compare:
-                transport.verify_order()
+            order = route.transport.order
+            if order is not None and order.names:
+                order.verify()
                 # After earlier reductions, and concurrent with compute.
-                exchange = partial(transport.exchange_order, self._names.get(process_group, ""))
+                exchange = partial(order.exchange, self._names.get(process_group, ""), route.transport.watch)
                 route.reduce.start(exchange, waits=(), label=ORDER_LABEL)
+                if order.is_answered:
+                    order.verify()
 
     def finish_reading(self) -> None:
         """If peers read shards in place, let the caller's stream wait for them, because it may change the shards."""

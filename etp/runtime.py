@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.gathers import Gathers
 from etp.group import WeightGroup
-from etp.matrices import GroupMatrices
 from etp.mode import Modes
 from etp.param import ETPShardedParam
 from etp.passes import Passes, inside_backward
 from etp.reductions import Reductions
 from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
-from etp.scalars import GroupScalars
+from etp.shard import uncompiled
 from etp.shard_states import guard_states
 from etp.traffic import TrafficCounters
 from etp.versions import WeightVersions
@@ -55,8 +53,6 @@ class EtpRuntime:
         gathers: gathers weights.
         reductions: reduces the gradients of shards.
         replicated: combines the gradients of replicated parameters.
-        scalars: combines numbers over the ranks.
-        matrices: computes on whole matrices, each on one of the ranks.
         sums_gradients: whether gradients are summed over the ranks rather than averaged.
     """
 
@@ -74,10 +70,9 @@ class EtpRuntime:
         self.reductions = Reductions(self.config, self.routes, self.modes, self.passes)
         self.replicated = ReplicatedGrads(self.config, self.routes, self.modes, self.passes)
         self.gathers = Gathers(self.config, self.routes, self.modes, self._weights, self.passes, self.groups)
-        self.scalars = GroupScalars(self.routes)
-        self.matrices = GroupMatrices(self.routes)
         self.passes.collectors = (self.reductions, self.replicated)
-        self.modes.parts = (self.reductions, self.gathers, self.routes, self._weights, self.passes)
+        parts = (self.reductions, self.gathers, self.routes, self._weights, self.passes)
+        self.modes.parts = tuple(part.change_mode for part in parts)
         self._hooks: list[RemovableHandle] = []
         self._process, self._thread = os.getpid(), threading.get_ident()
 
@@ -110,10 +105,6 @@ class EtpRuntime:
         self._hooks.append(module.register_forward_hook(self._leave_root_forward, always_call=True))
         self._hooks += guard_states(module)
         self.passes.set_root(module)
-
-    def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
-        """Agree on a name, so that ranks that use different modules with equal names are detected. Collective."""
-        self.routes.agree_on_name(process_group, type(module).__name__)
 
     def require_adoptable(self, module: nn.Module) -> None:
         """Raise what :meth:`adopt` would raise, before anything is changed."""
@@ -175,7 +166,7 @@ class EtpRuntime:
 
     def _on_root_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            _uncompiled(self._on_root_forward, module, args)
+            uncompiled(self._on_root_forward, module, args)
             return
         del module, args
         self._require_usable()
@@ -217,7 +208,7 @@ class EtpRuntime:
 
     def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            _uncompiled(self._after_root_forward, module, args, output)
+            uncompiled(self._after_root_forward, module, args, output)
             return
         del module, args, output
         if inside_backward():
@@ -338,12 +329,6 @@ class EtpRuntime:
         self.wait()
         self.gathers.release()
         self.modes.now.pool.clear()
-
-
-@_disable_dynamo
-def _uncompiled(hook: Callable[..., None], *args: Any) -> None:
-    """Call a hook hidden from dynamo, which would trace what the engine does with addresses and sizes of shards."""
-    hook(*args)
 
 
 def runtimes_driving(shards: Iterable[ETPShardedParam]) -> list[EtpRuntime]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from etp.errors import EtpStateError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from etp.runtime import EtpRuntime
 
 
-class _SetLater[T]:
+class _SetLater:
     """An attribute that is set once the object is part of a model; until then, reading it raises EtpStateError.
 
     A property would cost a Python call at each of the many reads afterwards.
@@ -30,15 +31,9 @@ class _SetLater[T]:
     def __init__(self, what: str) -> None:
         self._what = what
 
-    @overload
-    def __get__(self, obj: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, obj: Shard, owner: type) -> T: ...
-    def __get__(self, obj: Shard | None, owner: type) -> T | Self:
+    def __get__(self, shard: Shard, owner: type) -> NoReturn:
         """Called only while the attribute is not set on the object itself."""
-        if obj is None:
-            return self
-        raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
+        raise EtpStateError(f"{shard.fqn} {self._what}; pass its module to etp.shard_module")
 
 
 needs_grad: Callable[[torch.Tensor], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
@@ -128,8 +123,8 @@ class Shard(OneOfMany, torch.nn.Parameter):
         param.used_by_function = None
         return param
 
-    weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]
-    driver: EtpRuntime = _SetLater["EtpRuntime"]("has no runtime yet")  # type: ignore[assignment]
+    weight_group: WeightGroup = _SetLater("belongs to no weight group")  # type: ignore[assignment]
+    driver: EtpRuntime = _SetLater("has no runtime yet")  # type: ignore[assignment]
 
     dtype, device, shape = _described("dtype"), _described("device"), _described("shape")
     requires_grad, is_cuda = _described("requires_grad"), _described("is_cuda")
@@ -169,7 +164,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
         """Set the driver that runs this weight's collectives, and the weight's name."""
         self.driver, self.fqn = driver, fqn
         if "weight_group" in self.__dict__:
-            self.weight_group.renamed()
+            self.weight_group.rename()
 
     @property
     def has_driver(self) -> bool:
@@ -246,16 +241,23 @@ class Shard(OneOfMany, torch.nn.Parameter):
     __hash__ = object.__hash__
 
 
+@_disable_dynamo
+def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
+    """Call ``call`` hidden from dynamo, which would trace what the engine does with addresses and sizes of shards."""
+    return call(*args)
+
+
 def can_be_trained(param: torch.Tensor) -> bool:
     """Whether a frozen parameter may be trained later: integers, and tensors made in inference mode, never are."""
     return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
-def own_rank(group: dist.ProcessGroup) -> int:
-    """This process's rank in a shard group; ValueError if it has none."""
+def own_rank(group: dist.ProcessGroup, name: str = "the shard group") -> int:
+    """This process's rank in a shard group, named in messages; ValueError if it has none."""
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(
-            f"rank {dist.get_rank()} is no member of the shard group; pass each rank the group that contains it"
+            f"rank {dist.get_rank()} is no member of {name}; create one group for each set of peers, and pass each "
+            "rank the one that contains it"
         )
     return rank

@@ -54,23 +54,6 @@ def refuse_writers(func: Any, cut: Cut | None) -> None:
         )
 
 
-def refuse_rows_of_copy(func: Any, cut: Cut) -> None:
-    """Raise TypeError if ``cut`` is one of several shards, whose rows have other numbers than the weight's.
-
-    A copy may share the shard's memory, as ``param.detach()`` and entries of ``module.state_dict()`` do.
-
-    Args:
-        func: one of ``BY_ROW``, called for rows by number.
-        cut: of the copy that it was called on.
-    """
-    if cut[1] > 1:
-        raise TypeError(
-            f"{func.__name__} of rows of a copy of shard {cut[0]} of {cut[1]} of a weight of {cut[2]} rows: they are "
-            "numbered from 0 on every rank, so each would take other rows of the weight. param.local_shard() is a "
-            "plain tensor of this rank's rows, and param.full_tensor() has all rows"
-        )
-
-
 class WithCut(OneOfMany, torch.Tensor):
     """A tensor that records which shard it holds, even when it is pickled."""
 
@@ -130,8 +113,14 @@ class ShardCopy(WithCut):
             )
         if func in BY_ROW:
             chosen_from = args[0] if args else kwargs["input"]
-            if isinstance(chosen_from, cls) and chooses_rows(func, args, kwargs, chosen_from.dim()):
-                refuse_rows_of_copy(func, chosen_from.etp_cut)
+            # A copy may share the shard's memory, as ``param.detach()`` and entries of ``module.state_dict()`` do.
+            cut = chosen_from.etp_cut if isinstance(chosen_from, cls) else None
+            if cut is not None and cut[1] > 1 and chooses_rows(func, args, kwargs, chosen_from.dim()):
+                raise TypeError(
+                    f"{func.__name__} of rows of a copy of shard {cut[0]} of {cut[1]} of a weight of {cut[2]} rows: "
+                    "they are numbered from 0 on every rank, so each would take other rows of the weight. "
+                    "param.local_shard() is a plain tensor of this rank's rows, and param.full_tensor() has all rows"
+                )
         if func in ASKED_BY_WRITERS:
             refuse_writers(func, copies[0].etp_cut)
         with torch._C.DisableTorchFunctionSubclass():

@@ -27,6 +27,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from etp import scalars
 from etp.allowed import COMPUTES, changes_in_place, is_refused
 from etp.errors import EtpStateError
 from etp.refusals import BY_ROW, refuse_rows
@@ -150,7 +151,7 @@ def _foreach_norm(
     for (_, process_group, _), indices in buckets.items():
         grads = [grad for grad in (tensors[index] for index in indices) if isinstance(grad, ShardGrad)]
         driver = grads[0].owner.driver
-        whole = driver.scalars.norms([grad.local_part() for grad in grads], process_group, float(ord))
+        whole = scalars.norms(driver.routes, [grad.local_part() for grad in grads], process_group, float(ord))
         norms.update(
             (index, norm.to(dtype or tensors[index].dtype)) for index, norm in zip(indices, whole, strict=True)
         )
@@ -186,7 +187,7 @@ def _check_and_unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, i
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
     # Over all groups, whichever weights overflowed: experts in their own group must not skip a step alone.
     for driver in {id(owner.driver): owner.driver for owner in owners}.values():
-        driver.scalars.spread(found_inf, driver.process_groups)
+        scalars.spread(driver.routes, found_inf, driver.process_groups)
 
 
 def _zero(grad: torch.Tensor) -> torch.Tensor:

@@ -15,21 +15,21 @@ from etp.te import is_te_grouped_linear, is_te_linear, refuse_hidden_gradients, 
 _CONTAINERS = (list, tuple, set, ValuesView)
 
 
+@dataclass(frozen=True)
 class Site:
     """One module's weights that are gathered together.
 
-    Args:
+    Attributes:
         path: the module's dotted name.
         module: the module.
         names: the weights' names in it.
         stacked: whether the module's forward pass reads the weight itself; see ``etp/stacked.py``.
     """
 
-    def __init__(self, path: str, module: nn.Module, names: list[str], *, stacked: bool = False) -> None:
-        self.path = path
-        self.module = module
-        self.names = names
-        self.stacked = stacked
+    path: str
+    module: nn.Module
+    names: list[str]
+    stacked: bool = False
 
     @property
     def is_sharded(self) -> bool:

@@ -10,7 +10,7 @@ first. Tensors at arbitrary addresses are runs of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
@@ -50,7 +50,7 @@ class Stack(Sequence[torch.Tensor]):
         ValueError: if they differ in shape, dtype or device, or one is not contiguous.
     """
 
-    __slots__ = ("device", "dtype", "nbytes", "notes", "numel", "plans", "runs", "shape", "tensors")
+    __slots__ = ("_derived", "_placement", "device", "dtype", "nbytes", "numel", "plans", "runs", "shape", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         first = tensors[0]
@@ -69,8 +69,8 @@ class Stack(Sequence[torch.Tensor]):
                 )
         self.runs = _runs(self.tensors, self.nbytes)
         """The tensors in order; see [Note: runs]."""
-        self.notes: WeakKeyDictionary[object, dict[Any, Any]] | None = None
-        """See :meth:`notes_of`; None: nothing yet."""
+        self._placement: tuple[object, ...] | None = None
+        self._derived: WeakKeyDictionary[object, dict[Any, Any]] | None = None
         self.plans: dict[int, object] = {}
         """A transport's plans for gathers into these tensors, by the ``id`` of the shards."""
 
@@ -84,11 +84,15 @@ class Stack(Sequence[torch.Tensor]):
         """``count`` tensors of ``shape`` in one run, which fill the one-dimensional ``memory``."""
         return cls(memory.view(count, *shape).unbind(0))
 
-    def notes_of(self, maker: object) -> dict[Any, Any]:
-        """A dict for what ``maker`` derives from these tensors and wants to reuse, kept as long as both live."""
-        if self.notes is None:
-            self.notes = WeakKeyDictionary()
-        return self.notes.setdefault(maker, {})
+    def derived[T](self, maker: object, key: object, make: Callable[[], T]) -> T:
+        """What ``make`` returned at ``maker``'s first call for this ``key``, kept as long as both live."""
+        if self._derived is None:
+            self._derived = WeakKeyDictionary()
+        kept = self._derived.setdefault(maker, {})
+        if key not in kept:
+            kept[key] = make()
+        found: T = kept[key]
+        return found
 
     @property
     def is_one_block(self) -> bool:
@@ -103,9 +107,11 @@ class Stack(Sequence[torch.Tensor]):
     @property
     def placement(self) -> tuple[object, ...]:
         """What addresses relative to :attr:`address` depend on, and its remainder by 16, which kernels are made for."""
-        first = self.runs[0].address
-        relative = tuple([(run.address - first, run.count, run.stride) for run in self.runs])
-        return self.dtype, self.nbytes, first % KERNEL_ALIGNMENT, relative
+        if self._placement is None:
+            first = self.runs[0].address
+            relative = tuple([(run.address - first, run.count, run.stride) for run in self.runs])
+            self._placement = self.dtype, self.nbytes, first % KERNEL_ALIGNMENT, relative
+        return self._placement
 
     def block(self) -> torch.Tensor:
         """``[count, *shape]``: the tensors' own memory if they are one run of ascending addresses, else a copy."""

@@ -22,7 +22,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from etp.errors import EtpStateError
-from etp.functional import full_weight
+from etp.functional import full_weight, remember, require_unchanged, second_order
 from etp.shard import Shard
 
 
@@ -52,8 +52,8 @@ class StackedWeights:
             name = next(iter(self._replaced.values())).fqn
             raise EtpStateError(f"the module of {name} calls itself; pass it in replicated_modules")
         use = _Use([module._parameters[name] for name in self._names], self._uses)  # type: ignore[misc]
-        fulls = [full_weight(shard, partial(use.release, index)) for index, shard in enumerate(use.shards)]
-        for name, shard, full in zip(self._names, use.shards, fulls, strict=True):
+        fulls = [full_weight(shard, partial(use.release, index)) for index, shard in enumerate(use.weights)]
+        for name, shard, full in zip(self._names, use.weights, fulls, strict=True):
             self._replaced[name] = shard
             module._parameters[name] = full  # type: ignore[assignment]
         if torch.is_grad_enabled():
@@ -89,33 +89,29 @@ class _Use:
     """One forward pass of one module, and the full weights of its backward pass.
 
     Attributes:
-        shards: the module's sharded weights.
+        weights: the module's sharded weights.
+        versions: theirs in the forward pass.
     """
 
+    weights: Sequence[Shard]
+    versions: Sequence[int]
+
     def __init__(self, shards: Sequence[Shard], uses: Uses) -> None:
-        self.shards = shards
         self._uses = uses
-        self._versions = [_version(shard) for shard in shards]
+        remember(self, shards)
         self._fulls: dict[int, torch.Tensor] = {}
 
     def full(self, index: int) -> torch.Tensor:
         """A full weight in a backward pass.
 
         Raises:
-            EtpStateError: if it has changed since the forward pass, or the gradient is to be differentiated again.
+            EtpStateError: if one of the weights has changed since the forward pass, or the gradient is to be
+                differentiated again.
         """
-        shard = self.shards[index]
+        shard = self.weights[index]
         if torch.is_grad_enabled():
-            raise EtpStateError(
-                f"create_graph=True with the sharded weight {shard.fqn}, whose gradient cannot be differentiated "
-                "again: leave out the gradient penalty or second derivative, or pass its module in replicated_modules "
-                "of etp.shard_module"
-            )
-        if _version(shard) != self._versions[index]:
-            raise EtpStateError(
-                f"{shard.fqn} was modified by an inplace operation between its forward and its backward; step the "
-                "optimizer after backward"
-            )
+            raise second_order(shard)
+        require_unchanged(self)
         if index not in self._fulls:
             self._uses.begin(self)
             self._fulls[index] = full_weight(shard, partial(self.release, index))
@@ -128,11 +124,6 @@ class _Use:
     def release_all(self) -> None:
         """Free all full weights of the backward pass."""
         self._fulls.clear()
-
-
-def _version(shard: Shard) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return shard._version
 
 
 @dataclass(frozen=True, slots=True)

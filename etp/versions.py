@@ -76,10 +76,10 @@ class WeightVersions:
 
     def watch_optimizers(self) -> None:
         """Count every optimizer step as a change from now on, because PyTorch does not count writes of fused ones."""
-        after_optimizer_steps(self, WeightVersions.announce_change)
+        after_optimizer_steps(self, lambda weights, _: weights.announce_change())
 
     def change_mode(self, mode: Mode) -> None:
-        """Forget events, and decide anew what can be assumed; see :class:`etp.mode.Changing`."""
+        """Forget events, and decide anew what can be assumed; see :attr:`etp.mode.Modes.parts`."""
         self.trusted = self._reuse and not mode.replays_steps
         self._renew_stamp()
         self.final.clear()
@@ -197,4 +197,4 @@ class WeightVersions:
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
             group.read_shards(pass_number)
-            group.note_observed(self.stamp)
+            group.observed = self.stamp, group.format, group.version

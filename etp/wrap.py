@@ -19,6 +19,7 @@ from etp.modules import check_uses
 from etp.optimizers import remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime, runtimes_driving
+from etp.shard import own_rank
 from etp.sites import (
     Replicated,
     Site,
@@ -95,7 +96,8 @@ def shard_module(
             its reason; nothing is changed then.
     """
     groups = _Groups(etp_group, expert_group or etp_group)
-    _refuse_groups_of_others(groups)
+    for name, group in groups._asdict().items():
+        own_rank(group, name)
     runtime = EtpRuntime(config)
     experts = {p for part in module.modules() if is_grouped(part) for p in part.parameters(recurse=False)}
     planned: _Plan | Exception
@@ -110,7 +112,7 @@ def shard_module(
     runtime.adopt(module)
     _register_replicated(module, runtime, groups)
     for group in used:
-        runtime.agree_on_name(group, module)
+        runtime.routes.agree_on_name(group, module)
     check_uses(module, runtime)
     # Last, because the checks of a module of experts that is the root find shards in it.
     _replace_stacked(plan.sites)
@@ -127,15 +129,6 @@ class _Groups(NamedTuple):
     def of(self, module: nn.Module) -> dist.ProcessGroup:
         """The group of a module's own parameters."""
         return self.expert_group if is_grouped(module) else self.etp_group
-
-
-def _refuse_groups_of_others(groups: _Groups) -> None:
-    for label, group in groups._asdict().items():
-        if dist.get_rank(group) < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
-                "rank its own"
-            )
 
 
 def _refuse_other_groups(root: nn.Module, groups: _Groups) -> None:

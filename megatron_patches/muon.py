@@ -17,7 +17,7 @@ import torch.distributed as dist
 from emerging_optimizers.utils import fp32_matmul_precision
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-from etp.muon import MatrixExchanges
+from etp.muon import MatrixExchange
 from etp.shard_grad import plain
 from megatron_patches.sharded_weight import MegatronShardedParam
 
@@ -32,7 +32,7 @@ class ShardedMuon(TensorParallelMuon):
 
     def __init__(self, params: list[dict[str, Any]], **options: Any) -> None:
         self._shards = [p for group in params for p in group["params"] if isinstance(p, MegatronShardedParam)]
-        self._exchanges = MatrixExchanges()
+        self._exchange = MatrixExchange()
         super().__init__(params, **options)
 
     @torch.no_grad()
@@ -63,7 +63,8 @@ class ShardedMuon(TensorParallelMuon):
             self._step_together(updates)
 
     def _step_together(self, updates: list[_Update]) -> None:
-        self._exchanges.of([update.shard for update in updates if update.shard is not None]).run(
+        self._exchange.run(
+            [update.shard for update in updates if update.shard is not None],
             send=lambda index: updates[index].advance_momentum(),
             compute=lambda index, whole: updates[index].orthogonalized(whole),
             receive=lambda index, rows: updates[index].apply(rows),

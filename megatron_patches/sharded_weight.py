@@ -123,7 +123,7 @@ class EmbeddingWeight(torch.autograd.Function):
         # instead of the shard.
         ctx.weight = weight
         (full,) = weight.materialize()
-        return full.requires_grad_(False)
+        return full.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:

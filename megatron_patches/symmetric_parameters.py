@@ -34,9 +34,8 @@ def move_into_symmetric_memory(chunk: Any, runtime: EtpRuntime) -> None:
         groups: set[dist.ProcessGroup] = {shard.group for shard in shards}
         if len(groups) > 1:
             continue
-        new = runtime.routes.symmetric_memory(
-            shards[0].weight_group, buffer.param_data.numel(), buffer.param_data.dtype
-        )
+        transport = runtime.routes.of(shards[0].weight_group).transport
+        new = transport.symmetric_memory(buffer.param_data.numel(), buffer.param_data.dtype)
         if new is not None:
             _rebind(buffer, new)
 

@@ -33,7 +33,7 @@ def select_transport(config: EtpConfig, group: dist.ProcessGroup, device: torch.
 
 def direct_transport(config: EtpConfig, group: dist.ProcessGroup) -> Transport:
     """A transport that reads the shards themselves, wherever they are, and does not compare orders."""
-    return C10dTransport(group, fp32_accumulation=config.fp32_accumulation, timeout_s=config.timeout_s)
+    return C10dTransport(group, config)
 
 
 def _in_one_step(
@@ -49,17 +49,7 @@ def _in_one_step(
         obstacle = f"it needs CUDA and the weights are on {device.type}"
     if config.transport is TransportName.COPY_ENGINE:
         raise ValueError(f"transport 'copy_engine' cannot serve this group: {obstacle}; use 'c10d' or 'auto'")
-    return _c10d(config, group, device, supervises=supervises)
-
-
-def _c10d(config: EtpConfig, group: dist.ProcessGroup, device: torch.device, *, supervises: bool) -> C10dTransport:
-    return C10dTransport(
-        group,
-        fp32_accumulation=config.fp32_accumulation,
-        timeout_s=config.timeout_s,
-        device=device,
-        supervises=supervises,
-    )
+    return C10dTransport(group, config, device=device, supervises=supervises)
 
 
 def _in_two_steps(
@@ -69,9 +59,8 @@ def _in_two_steps(
     return HierarchicalTransport(
         group,
         _in_one_step(config, within, device, supervises=False),
-        _c10d(config, between, device, supervises=False),
+        C10dTransport(between, config, device=device, supervises=False),
         hosts,
-        fp32_accumulation=config.fp32_accumulation,
-        timeout_s=config.timeout_s,
-        device=device,
+        config,
+        device,
     )

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from etp.collectives.order import CollectiveOrder
 from etp.stack import Stack
 from etp.streams import InFlight, Lane, Together
 
@@ -26,6 +27,8 @@ class Transport(ABC):
     """Whether gathers read published copies rather than the shards themselves."""
     pairs: ClassVar[bool] = False
     """Whether :meth:`pair` detects ranks that start different collectives, before any data is sent."""
+    order: CollectiveOrder | None = None
+    """The order of its collectives, which the ranks compare; None where that is not needed."""
     capturing = False
     """Whether a CUDA graph is being captured."""
     captured = False
@@ -105,7 +108,10 @@ class Transport(ABC):
         return False
 
     def symmetric_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """``[numel]`` zeros, memory for shards that peers read in place; None if they never do. Collective."""
+        """``[numel]`` zeros, memory for shards that peers read in place; None if they never do. Collective.
+
+        The owner of shards in this memory must call :meth:`etp.EtpRuntime.wait` before changing them.
+        """
         del numel, dtype
         return None
 
@@ -115,27 +121,6 @@ class Transport(ABC):
     def nbytes(self) -> dict[str, int]:
         """Bytes of its own memory by purpose; those of ``shards_in_place`` are the shards themselves."""
         return {}
-
-    # The order of collectives: see [Note: order] in etp/collectives/order.py ----------------------------------
-
-    def record(self, label: str) -> None:
-        """Record that a collective starts now."""
-
-    @property
-    def has_order_to_compare(self) -> bool:
-        """Whether there were collectives since the last exchange."""
-        return False
-
-    def exchange_order(self, whose: str = "") -> InFlight:
-        """Exchange with the peers the order of collectives since the last exchange. Collective.
-
-        Without streams, also verify the answer. ``whose`` names the runtime.
-        """
-        del whose
-        return InFlight()
-
-    def verify_order(self) -> None:
-        """Raise PeerMismatchError on all ranks if the orders that were exchanged last differ."""
 
     # Lost peers, and CUDA graphs -------------------------------------------------------------------------------
 

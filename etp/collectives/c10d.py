@@ -24,11 +24,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from etp.collectives.base import Transport
 from etp.collectives.driver import CudaDriver
-from etp.collectives.order import ORDER_LABEL, CollectiveOrder
+from etp.collectives.order import CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import Launch, accumulate_parts
 from etp.collectives.watchdog import Watchdog
-from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers
+from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers, who
+from etp.config import EtpConfig
 from etp.stack import KERNEL_ALIGNMENT, Stack
 from etp.streams import InFlight
 
@@ -42,9 +43,8 @@ class C10dTransport(Transport):
 
     Args:
         group: the shard group.
-        fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
-        timeout_s: seconds to wait for a collective; None uses the process group's timeout. With CUDA the host does not
-            wait: a collective that takes longer ends the process, as NCCL's own timeout does.
+        config: ``fp32_accumulation`` and ``timeout_s`` of it count. With CUDA the host does not wait: a collective that
+            takes longer ends the process, as NCCL's own timeout does.
         device: where the weights are; None for collectives whose order need not be compared. With a CUDA device,
             reductions get their own communicator, created here collectively, because NCCL serializes the collectives of
             one communicator across streams.
@@ -55,38 +55,34 @@ class C10dTransport(Transport):
     def __init__(
         self,
         group: dist.ProcessGroup,
+        config: EtpConfig,
         *,
-        fp32_accumulation: bool,
-        timeout_s: float | None,
         device: torch.device | None = None,
         supervises: bool = True,
     ) -> None:
         self._group = self._reduce_group = group
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._size = dist.get_world_size(group)
-        self._fp32_accumulation = fp32_accumulation
-        self._timeout_s = timeout_s
+        self._fp32_accumulation = config.fp32_accumulation
+        self._timeout_s = timeout_s = config.timeout_s
         self._patience = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._line = WorkLine()
-        ranks = dist.get_process_group_ranks(group)
-        self._who = f"on rank {dist.get_rank()} (shard group: ranks {ranks})"
         if self._gpu is not None:
             patience_s = None if timeout_s is None else timeout_s + _NCCL_MARGIN_S
             self._reduce_group = sibling_group(group, patience_s, self._gpu)
         self._launches: dict[tuple[object, ...], Sequence[Launch]] = {}
         """How reductions are summed, by what they must have in common."""
-        self._order: CollectiveOrder | None = None
         if supervises and device is not None and self._size > 1:
-            self._order = CollectiveOrder(self._reduce_group, device, timeout_s)
+            self.order = CollectiveOrder(self._reduce_group, device, timeout_s)
         self._watchdog: Watchdog | None = None
         self._replays: Watchdog | None = None
         """Watches replays of graphs; None before the first capture."""
         if supervises and self._gpu is not None and timeout_s is not None:
-            self._watchdog = _new_watchdog(timeout_s)
+            self._watchdog = self._new_watchdog(timeout_s)
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        order = self._order
+        order = self.order
         if order is not None and order.recording:
             order.names.append(label)
         on_gpu = outputs.device.type == "cuda"
@@ -110,18 +106,16 @@ class C10dTransport(Transport):
 
     def stage(self, outputs: Stack) -> Stack:
         """See :class:`etp.collectives.base.Transport`. Kept as long as ``outputs``."""
-        notes = outputs.notes_of(self)
-        if "staged" not in notes:
-            shape = (outputs.shape[0] // self._size, *outputs.shape[1:])
-            # Outside inference mode even when called inside, like the slot that it belongs to.
-            with torch.inference_mode(False):
-                notes["staged"] = Stack.allocate(len(outputs), shape, outputs.dtype, outputs.device)
-        staged: Stack = notes["staged"]
-        return staged
+        shape = (outputs.shape[0] // self._size, *outputs.shape[1:])
+        # Outside inference mode even when called inside, like the slot that it belongs to.
+        with torch.inference_mode(False):
+            return outputs.derived(
+                self, "staged", lambda: Stack.allocate(len(outputs), shape, outputs.dtype, outputs.device)
+            )
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        order = self._order
+        order = self.order
         if order is not None and order.recording:
             order.names.append(label)
         on_gpu = wgrads.device.type == "cuda"
@@ -156,7 +150,8 @@ class C10dTransport(Transport):
 
     def exchange(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
         """See :class:`etp.collectives.base.Transport`."""
-        self.record(label)
+        if self.order is not None:
+            self.order.record(label)
         everyone = gather_numbers(numbers, self._group, self._line, self._timeout_s, label)
         self.watch(label)
         return everyone
@@ -175,38 +170,13 @@ class C10dTransport(Transport):
     def expect(self, end: Any, label: str) -> None:
         """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
         # Nothing runs while a graph is captured; watch_replays covers replays.
-        if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
-            self._watchdog.expect(end, f"{label} {self._who}")
+        if self._watchdog is not None and not self.capturing:
+            self._watchdog.expect(end, label)
 
     def watch(self, label: str) -> None:
         """See :class:`etp.collectives.base.Transport`. Without a timeout of our own, NCCL's watchdog applies."""
         if self._watchdog is not None and self._gpu is not None:
-            self._watchdog.expect_stream(self._gpu, f"{label} {self._who}")
-
-    # The order of collectives: see [Note: order] in etp/collectives/order.py ----------------------------------
-
-    def record(self, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        if self._order is not None:
-            self._order.record(label)
-
-    @property
-    def has_order_to_compare(self) -> bool:
-        """See :class:`etp.collectives.base.Transport`."""
-        return self._order is not None and self._order.has_news
-
-    def exchange_order(self, whose: str = "") -> InFlight:
-        """See :class:`etp.collectives.base.Transport`."""
-        if self._order is not None:
-            self._order.exchange(whose)
-            if self._order.is_answered:
-                self._order.verify()
-        return _Exchange(self)
-
-    def verify_order(self) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        if self._order is not None:
-            self._order.verify()
+            self._watchdog.expect_stream(self._gpu, label)
 
     # CUDA graphs ---------------------------------------------------------------------------------------------
 
@@ -216,26 +186,17 @@ class C10dTransport(Transport):
         if capturing and self._replays is None and self._gpu is not None:
             # NCCL watches only the collectives that it starts itself, not those of a replay.
             limit = self._group._get_backend(self._gpu).options._timeout.total_seconds()
-            self._replays = self._watchdog or _new_watchdog(limit)
-        if self._order is not None:
-            self._order.recording = not capturing
+            self._replays = self._watchdog or self._new_watchdog(limit)
+        if self.order is not None:
+            self.order.recording = not capturing
 
     def watch_replays(self) -> None:
         """See :class:`etp.collectives.base.Transport`."""
         if self._replays is not None and self._gpu is not None:
-            self._replays.expect_stream(self._gpu, f"the replay of a CUDA graph {self._who}")
+            self._replays.expect_stream(self._gpu, "the replay of a CUDA graph")
 
-
-def _new_watchdog(timeout_s: float) -> Watchdog:
-    return Watchdog(timeout_s, CudaDriver().allow_calls_during_capture)
-
-
-class _Exchange(InFlight):
-    def __init__(self, transport: C10dTransport) -> None:
-        self._transport = transport
-
-    def expect(self, end: Any) -> None:
-        self._transport.expect(end, ORDER_LABEL)
+    def _new_watchdog(self, timeout_s: float) -> Watchdog:
+        return Watchdog(timeout_s, who(self._group), CudaDriver().allow_calls_during_capture)
 
 
 class _Collective(InFlight):

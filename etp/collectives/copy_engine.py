@@ -54,11 +54,11 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives.base import Transport
-from etp.collectives.driver import Copies, CudaDriver
+from etp.collectives.driver import Copies, CudaDriver, MemoryOperations
 from etp.collectives.sums import Launch, accumulate_parts
-from etp.collectives.symmetric import Signals, SymmetricBuffer
+from etp.collectives.symmetric import RAISED, Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
-from etp.collectives.works import WorkLine, gather_numbers
+from etp.collectives.works import WorkLine, gather_numbers, who
 from etp.errors import EtpStateError, StaleWeightError
 from etp.stack import PitchedCopy, Run, Stack, pitched_copies
 from etp.streams import Event, InFlight, current_stream
@@ -125,13 +125,13 @@ class _Staged:
 class _Gather:
     """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is.
 
-    ``end`` is an event after the latest copy of the own chunk. Who waited for an earlier one has enqueued that.
+    ``started`` has an event after the latest copy of the own chunk. Who waited for an earlier one has enqueued that.
     """
 
     published: _Published
     from_peers: Copies
     own: Copies
-    end: Any
+    started: InFlight
 
 
 @dataclass(slots=True)
@@ -141,13 +141,13 @@ class _Sum:
     Attributes:
         conditions: what it is valid for, besides the label. It keeps no memory alive.
         sends: the copies to the peers, from addresses relative to the gradients'.
-        purpose: identifies the reduction to the peers.
+        flags: what comes before the copies, after them, and after the sum.
         launches: sum it; see :func:`etp.collectives.sums.accumulate_parts`. Empty before the first time.
     """
 
     conditions: tuple[Any, ...]
     sends: Copies
-    purpose: int
+    flags: tuple[MemoryOperations, MemoryOperations, MemoryOperations]
     launches: Sequence[Launch] = ()
 
 
@@ -192,7 +192,6 @@ class CopyEngineTransport(Transport):
         if timeout_s is None:
             timeout_s = group._get_backend(device).options._timeout.total_seconds()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._who = f"on rank {dist.get_rank()} (shard group: ranks {dist.get_process_group_ranks(group)})"
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._driver = CudaDriver()
         free = [channel + place for channel in (_Channel.PLACE_FREE, _Channel.STAGE_FREE) for place in range(_PLACES)]
@@ -200,7 +199,7 @@ class CopyEngineTransport(Transport):
         self._local = torch.cuda.Stream(device, priority=-1)
         self._local_begin, self._local_end = Event(), None
         """Before the latest work on the stream for own chunks, and after it; None if all has been waited for."""
-        self._watchdog = Watchdog(timeout_s, self._driver.allow_calls_during_capture)
+        self._watchdog = Watchdog(timeout_s, who(group), self._driver.allow_calls_during_capture)
         self._adopted: list[SymmetricBuffer] = []
         self._quantized: list[SymmetricBuffer] = []
         self._arena: SymmetricBuffer | None = None
@@ -339,8 +338,8 @@ class CopyEngineTransport(Transport):
         published = self._published.get(shards)
         if published is None:
             raise StaleWeightError(
-                f"{label} {self._who}: the shard at {shards[0].data_ptr():#x} was never published to its peers; it was "
-                "bound to new storage or belongs to a weight that was added inside a pass. Bind and add weights "
+                f"{label} {who(self._group)}: the shard at {shards[0].data_ptr():#x} was never published to its peers; "
+                "it was bound to new storage or belongs to a weight that was added inside a pass. Bind and add weights "
                 "between passes"
             )
         copies = outputs.plans.get(id(shards))
@@ -352,9 +351,10 @@ class CopyEngineTransport(Transport):
         self._local_begin.wait(local)
         self._driver.copy(copies.from_peers, calling.cuda_stream)
         self._driver.copy(copies.own, local.cuda_stream)
-        copies.end.record(local)
-        self._gathered, self._local_end = True, copies.end
-        return InFlight(copies.end)
+        (end,) = copies.started.beside
+        end.record(local)
+        self._gathered, self._local_end = True, end
+        return copies.started
 
     def stage(self, outputs: Stack) -> Stack:
         """See :class:`etp.collectives.base.Transport` and [Note: staged shards]. Not inside a capture."""
@@ -363,15 +363,14 @@ class CopyEngineTransport(Transport):
         self._signals.receive(_Channel.STAGE_FREE + number, self._stream())
         if number in self._own_read:
             self._own_read[number].wait(current_stream(self._device))
-        notes = outputs.notes_of(self)
+        notes: dict[int, _Staged] = outputs.derived(self, "staged", dict)
         if number not in notes or notes[number].buffer is not buffer:
             numel = outputs.numel // self._size
             shards = Stack.within(buffer.view(place, numel * len(outputs), outputs.dtype), len(outputs), (numel,))
             published = _Published(buffer.addresses, _alike(shards, place))
             notes[number] = _Staged(buffer, number, shards, self._plan(published, outputs, chunk))
-        staged: _Staged = notes[number]
-        self._staged = staged
-        return staged.shards
+        self._staged = notes[number]
+        return self._staged.shards
 
     def _gather_staged(self, staged: _Staged, label: str) -> InFlight:
         if self._copying is None:
@@ -398,7 +397,7 @@ class CopyEngineTransport(Transport):
             return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk)
 
         from_peers = [copy for peer in self._peers for copy in copies(peer)]
-        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), Event())
+        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), InFlight(Event()))
 
     # Reducing ------------------------------------------------------------------------------------------------
 
@@ -410,18 +409,28 @@ class CopyEngineTransport(Transport):
         known = self._sums.get((label, number))
         if known is None or known.conditions != conditions:
             sends = [copy for peer in self._peers for copy in self._sends(wgrads, peer, ring.addresses[peer] + place)]
-            known = self._sums[label, number] = _Sum(conditions, Copies(sends), _purpose(label))
-        stream, signals = self._stream(), self._signals
-        signals.receive(_Channel.PLACE_FREE + number, stream)
-        self._driver.copy(known.sends, stream, wgrads.address)
-        signals.exchange(_Channel.ARRIVED + number, stream, known.purpose)
+            known = self._sums[label, number] = _Sum(conditions, Copies(sends), self._flags(number, _purpose(label)))
+        stream, driver = self._stream(), self._driver
+        wait_for_place, exchange, free_place = known.flags
+        driver.enqueue(wait_for_place, stream)
+        driver.copy(known.sends, stream, wgrads.address)
+        driver.enqueue(exchange, stream)
         for launch in known.launches:
             launch(ring.addresses[self._rank] + place, wgrads.address, sinks.address, stream)
         if not known.launches:
             parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
             known.launches = accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
-        signals.send(_Channel.PLACE_FREE + number, stream)
+        driver.enqueue(free_place, stream)
         return _AmongPeers(self, label)
+
+    def _flags(self, number: int, purpose: int) -> tuple[MemoryOperations, MemoryOperations, MemoryOperations]:
+        """What waits for a place of the ring, exchanges the flags of ``purpose`` there, and frees the place."""
+        operations = self._signals.operations
+        return (
+            operations(_Channel.PLACE_FREE + number, RAISED, False, True),
+            operations(_Channel.ARRIVED + number, purpose, True, True),
+            operations(_Channel.PLACE_FREE + number, RAISED, True, False),
+        )
 
     def _sends(self, wgrads: Stack, peer: int, place: int) -> list[PitchedCopy]:
         """The copies of ``peer``'s chunk of each gradient into this rank's row of the ``place`` in the peer's ring.
@@ -443,10 +452,9 @@ class CopyEngineTransport(Transport):
     def pair(self, label: str, members: Sequence[str]) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. Ranks that differ wait until their timeout."""
         _, _, number = self._place_for(self._ring, 0)
-        stream, purpose = self._stream(), _purpose("\n".join((label, *members)))
-        self._signals.receive(_Channel.PLACE_FREE + number, stream)
-        self._signals.exchange(_Channel.ARRIVED + number, stream, purpose)
-        self._signals.send(_Channel.PLACE_FREE + number, stream)
+        stream = self._stream()
+        for flags in self._flags(number, _purpose("\n".join((label, *members)))):
+            self._driver.enqueue(flags, stream)
         return _AmongPeers(self, label)
 
     def _place_for(self, ring: _Ring, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
@@ -480,13 +488,13 @@ class CopyEngineTransport(Transport):
 
     def watch(self, label: str) -> None:
         """See :class:`etp.collectives.base.Transport`."""
-        self._watchdog.expect_stream(self._device, f"{label} {self._who}")
+        self._watchdog.expect_stream(self._device, label)
 
     def expect(self, end: Any, label: str) -> None:
         """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
         # Nothing runs while a graph is captured; watch_replays covers replays.
         if not self.capturing:
-            self._watchdog.expect(end, f"{label} {self._who}")
+            self._watchdog.expect(end, label)
 
 
 def _purpose(label: str) -> int:

@@ -33,6 +33,7 @@ from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.sibling import obstacle_to_new_group
 from etp.collectives.works import gather_objects
+from etp.config import EtpConfig
 from etp.stack import Stack
 from etp.streams import InFlight
 
@@ -84,8 +85,7 @@ class HierarchicalTransport(C10dTransport):
         within: moves shards between the ranks of this host.
         between: moves shards between the ranks at this rank's position on every host.
         hosts: number of hosts.
-        fp32_accumulation: see :class:`etp.collectives.c10d.C10dTransport`.
-        timeout_s: see :class:`etp.collectives.c10d.C10dTransport`.
+        config: see :class:`etp.collectives.c10d.C10dTransport`.
         device: where the weights are.
     """
 
@@ -95,12 +95,10 @@ class HierarchicalTransport(C10dTransport):
         within: Transport,
         between: C10dTransport,
         hosts: int,
-        *,
-        fp32_accumulation: bool,
-        timeout_s: float | None,
+        config: EtpConfig,
         device: torch.device,
     ) -> None:
-        super().__init__(group, fp32_accumulation=fp32_accumulation, timeout_s=timeout_s, device=device)
+        super().__init__(group, config, device=device)
         self._within, self._between = within, between
         self._hosts = hosts
 
@@ -108,7 +106,8 @@ class HierarchicalTransport(C10dTransport):
         """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
         if self.capturing:
             return super().all_gather(outputs, shards, label)
-        self.record(label)
+        if self.order is not None:
+            self.order.record(label)
         blocks = self._by_host(outputs)
         staged = self._within.stage(blocks)
         # NCCL and the copies are ordered by the calling stream: join() waits for gloo only.
@@ -119,7 +118,8 @@ class HierarchicalTransport(C10dTransport):
         """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
         if self.capturing:
             return super().reduce_scatter(wgrads, sinks, divisor, label, accumulate=accumulate)
-        self.record(label)
+        if self.order is not None:
+            self.order.record(label)
         blocks = self._by_host(wgrads)
         sums = self._sums(wgrads, sinks)
         self._within.reduce_scatter(blocks, sums, 1, f"{label} within the host", accumulate=False).join()
@@ -134,31 +134,20 @@ class HierarchicalTransport(C10dTransport):
 
     def _by_host(self, whole: Stack) -> Stack:
         """The part of each tensor that belongs to each host, flat; ordered by tensor, then by host."""
-        notes = whole.notes_of(self)
-        if "by host" not in notes:
-            notes["by host"] = Stack([part for tensor in whole for part in tensor.view(self._hosts, -1)])
-        by_host: Stack = notes["by host"]
-        return by_host
+        return whole.derived(
+            self, "by host", lambda: Stack([part for tensor in whole for part in tensor.view(self._hosts, -1)])
+        )
 
     def _columns(self, parts: Stack, shards: Stack) -> Stack:
         """``parts``, one block ordered by tensor and then by host, as whole columns: one for each of ``shards``."""
-        notes = parts.notes_of(self)
         shape = (self._hosts * shards.shape[0], *shards.shape[1:])
-        if shape not in notes:
-            notes[shape] = Stack.within(parts.block().view(-1), len(shards), shape)
-        columns: Stack = notes[shape]
-        return columns
+        return parts.derived(self, shape, lambda: Stack.within(parts.block().view(-1), len(shards), shape))
 
     def _sums(self, wgrads: Stack, sinks: Stack) -> Stack:
         """Memory for the sums over this host's ranks: this rank's column of each gradient. Kept with ``wgrads``."""
-        notes = wgrads.notes_of(self)
-        if "sums" not in notes:
-            dtype = wgrads.dtype
-            if self._fp32_accumulation:
-                dtype = torch.promote_types(dtype, torch.float32)
-            notes["sums"] = Stack.allocate(len(sinks) * self._hosts, (sinks.numel,), dtype, wgrads.device)
-        sums: Stack = notes["sums"]
-        return sums
+        dtype = torch.promote_types(wgrads.dtype, torch.float32) if self._fp32_accumulation else wgrads.dtype
+        count = len(sinks) * self._hosts
+        return wgrads.derived(self, "sums", lambda: Stack.allocate(count, (sinks.numel,), dtype, wgrads.device))
 
 
 class _SecondStep(InFlight):

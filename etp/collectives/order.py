@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice, zip_longest
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from etp.collectives.works import WorkLine, free_bytes, reported
+from etp.collectives.works import WorkLine, free_bytes, gather_numbers
 from etp.errors import PeerMismatchError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ ORDER_LABEL = "exchange of the order of collectives"
 _MOST_COLLECTIVES = 2**20
 # Of these, the names kept for the message.
 _MOST_NAMES = 4096
-_WORDS = 2
 # Timeout for names, which go through the process group's store: ranks reach this point at different times.
 _PATIENCE_S = 30.0
 
@@ -74,13 +73,8 @@ class CollectiveOrder:
         self._timeout_s = timeout_s
         self._line = WorkLine()
         self.names: deque[str] = deque(maxlen=_MOST_COLLECTIVES)
-        """The collectives since the last exchange; see :meth:`record`."""
+        """The collectives since the last exchange, see :meth:`record`; as many on all ranks that run the same ones."""
         self._answer: _Answer | None = None
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there were collectives since the last exchange; the same on all ranks that run the same ones."""
-        return bool(self.names)
 
     @property
     def is_answered(self) -> bool:
@@ -92,11 +86,12 @@ class CollectiveOrder:
         if self.recording:
             self.names.append(name)
 
-    def exchange(self, whose: str = "") -> None:
+    def exchange(self, whose: str = "", watch: Callable[[str], None] | None = None) -> None:
         """Exchange the digest of what was recorded, on the calling stream, and begin a new one. Collective.
 
         Args:
             whose: tells these collectives from others of the same names, such as those of another model.
+            watch: called with the exchange's name when it is under way; see :meth:`etp.collectives.base.Transport`.
         """
         if whose:
             self.names.append(f"end of a pass of {whose}")
@@ -105,12 +100,7 @@ class CollectiveOrder:
         on_gpu = self._device.type == "cuda"
         own = torch.tensor([word, count], dtype=torch.int64, pin_memory=on_gpu)
         own = own.to(self._device, non_blocking=True)
-        everyone = own.new_empty(len(self._ranks) * _WORDS)
-        with reported(ORDER_LABEL, self._group):
-            # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
-            work = dist.all_gather_into_tensor(everyone, own, group=self._group, async_op=not on_gpu)
-            if work is not None:
-                self._line.wait(work, self._timeout_s, keep=not on_gpu)
+        everyone = gather_numbers(own, self._group, self._line, self._timeout_s, ORDER_LABEL)
         words = torch.empty(everyone.shape, dtype=torch.int64, pin_memory=on_gpu).copy_(everyone, non_blocking=on_gpu)
         arrived = None
         if on_gpu:
@@ -120,7 +110,9 @@ class CollectiveOrder:
             free_bytes(own)
             free_bytes(everyone)
         latest = tuple(islice(self.names, max(count - _MOST_NAMES, 0), None))
-        self._answer = _Answer(words.view(-1, _WORDS), arrived, latest, count)
+        if watch is not None:
+            watch(ORDER_LABEL)
+        self._answer = _Answer(words, arrived, latest, count)
         self.names.clear()
 
     def verify(self) -> None:

@@ -6,7 +6,7 @@ Built on ``torch.distributed._symmetric_memory`` without multicast.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -146,7 +146,8 @@ class Signals:
             raised, taken = theirs[channel] if sends else (), own[channel] if receives else ()
             return MemoryOperations(purpose, raised=raised, taken=taken)
 
-        self._operations = operations
+        self.operations: Callable[[int, int, bool, bool], MemoryOperations] = operations
+        """What the methods enqueue, for callers that keep it: by channel, purpose, and whether it raises and waits."""
 
     def send(self, channel: int, stream: int, purpose: int = RAISED) -> None:
         """Raise this rank's flag at all peers, after all work enqueued on ``stream`` so far.
@@ -156,12 +157,12 @@ class Signals:
             stream: a CUDA stream's handle.
             purpose: a 32-bit number other than 0.
         """
-        self._driver.enqueue(self._operations(channel, purpose, True, False), stream)
+        self._driver.enqueue(self.operations(channel, purpose, True, False), stream)
 
     def receive(self, channel: int, stream: int, purpose: int = RAISED) -> None:
         """Hold ``stream`` until every peer has raised its flag for the same ``purpose``, and lower them."""
-        self._driver.enqueue(self._operations(channel, purpose, False, True), stream)
+        self._driver.enqueue(self.operations(channel, purpose, False, True), stream)
 
     def exchange(self, channel: int, stream: int, purpose: int = RAISED) -> None:
         """:meth:`send`, then :meth:`receive`, in one call."""
-        self._driver.enqueue(self._operations(channel, purpose, True, True), stream)
+        self._driver.enqueue(self.operations(channel, purpose, True, True), stream)

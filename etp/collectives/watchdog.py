@@ -27,11 +27,13 @@ class Watchdog:
 
     Args:
         timeout_s: seconds from enqueueing the work until it must be done.
+        who: names rank and peers in the message.
         prepare_thread: called once by the watching thread, before it queries events.
     """
 
-    def __init__(self, timeout_s: float, prepare_thread: Callable[[], None] | None = None) -> None:
+    def __init__(self, timeout_s: float, who: str, prepare_thread: Callable[[], None] | None = None) -> None:
         self.timeout_s = timeout_s
+        self._who = who
         self._expected: deque[tuple[Any, str, float]] = deque()
         self._lock = threading.Lock()
         arguments = (weakref.ref(self), prepare_thread)
@@ -60,7 +62,7 @@ class Watchdog:
                 self._expected.popleft()
             if not self._expected or time.monotonic() - self._expected[0][2] < self.timeout_s:
                 return None
-            return self._expected[0][1]
+            return f"{self._expected[0][1]} {self._who}"
 
 
 def _watch(reference: weakref.ref[Watchdog], prepare: Callable[[], None] | None) -> None:

@@ -88,17 +88,16 @@ class ApartQuantization[F: ApartFormat](QuantizedShards[F]):
 
     def within(self, index: int, gathered: Stack, *, columns: bool) -> tuple[Stack, Stack]:
         """Data and scales of whole weights, padding included, in the buffers that a gather fills."""
-        made = gathered.notes_of(self)
-        key = "parts", index, columns
-        if key not in made:
+
+        def parts() -> tuple[Stack, Stack]:
             data, scales = self.format.parts(self.layouts[index].padded_shape, columns=columns)
             size = math.prod(data)
-            made[key] = (
+            return (
                 Stack([buffer[:size].view(data) for buffer in gathered]),
                 Stack([buffer[size:].view(scales) for buffer in gathered]),
             )
-        found: tuple[Stack, Stack] = made[key]
-        return found
+
+        return gathered.derived(self, ("parts", index, columns), parts)
 
     def arrays(self, index: int, gathered: Stack, *, columns: bool) -> tuple[list[Sequence[torch.Tensor]], bool]:
         """See :class:`etp.formats.quantized.QuantizedShards`."""

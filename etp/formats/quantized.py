@@ -115,7 +115,7 @@ class QuantizedShards[F: WeightFormat](Quantization):
         """See :class:`etp.formats.base.Quantization`."""
         if self.derived:
             self.release()
-        made = gathered.notes_of(self)
+        made: dict[Any, Any] = gathered.derived(self, "tensors", dict)
         key = index, transposed, tuple(trained)
         tensors = made.get(key)
         if tensors is None:

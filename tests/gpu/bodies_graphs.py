@@ -18,6 +18,7 @@ from torch import nn
 import etp
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
+from etp.config import EtpConfig
 from etp.runtime import EtpRuntime
 from etp.stack import Stack as TensorStack
 from tests.gpu.bodies_engine import SIDE, VOCABULARY, Net, one_expert_twins, rows, train_twins
@@ -456,7 +457,7 @@ class _Sequence:
 
 def transports_agree_in_graphs(rank: int, world_size: int) -> int:
     """One sequence of publication, gathers and reductions, replayed between others that are not captured."""
-    c10d = C10dTransport(_world(), fp32_accumulation=True, timeout_s=60.0, device=device())
+    c10d = C10dTransport(_world(), EtpConfig(timeout_s=60.0), device=device())
     engine = CopyEngineTransport(_world(), device(), timeout_s=60.0)
     work = _Sequence(rank, world_size)
     on_side_stream(lambda: work.run(engine), times=2)

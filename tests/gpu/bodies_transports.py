@@ -24,7 +24,7 @@ from tests.support.launch import device
 def _pair() -> tuple[Transport, CopyEngineTransport]:
     group = dist.group.WORLD
     assert group is not None
-    c10d = C10dTransport(group, fp32_accumulation=True, timeout_s=60.0, device=device())
+    c10d = C10dTransport(group, EtpConfig(timeout_s=60.0), device=device())
     return c10d, CopyEngineTransport(group, device())
 
 

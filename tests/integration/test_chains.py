@@ -68,7 +68,7 @@ def chains_of_chunks(rank: int, world_size: int, arguments: list[str]) -> list[s
         result = setup(*args, **kwargs)
         for chunk in result[0]:
             drivers: list[Any] = [shard.driver for shard in chunk.parameters() if isinstance(shard, ETPShardedParam)]
-            found.append({id(driver.passes.chain) for driver in drivers})
+            found.append({id(driver.passes.forward_order) for driver in drivers})
         return result
 
     training.setup_model_and_optimizer = noting_setup

@@ -294,7 +294,9 @@ def copies_equal_slices(rank: int, world_size: int, shim: str, recipe: str, tran
             gathered = sharded.get_parameter("weight0" if kind == "GroupedLinear" else "weight")
             found = gathered.materialize_group_for_forward()  # type: ignore[operator]
         (group,) = runtime.groups
-        for weight, cut, tensor, copy in zip(whole.parameters(), group.shards, found, group.sources(), strict=True):
+        for weight, cut, tensor, copy in zip(
+            whole.parameters(), group.shards, found, group.published()[0], strict=True
+        ):
             if recipe == "Float8BlockScaling":
                 import transformer_engine.pytorch as te
                 from transformer_engine.pytorch.constants import DType

@@ -67,7 +67,7 @@ def _compared(
     fp32: bool,
 ) -> int:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    plain = C10dTransport(group, fp32_accumulation=fp32, timeout_s=60.0, device=device())
+    plain = C10dTransport(group, EtpConfig(fp32_accumulation=fp32, timeout_s=60.0), device=device())
     generator = torch.Generator().manual_seed(1)
 
     def everyone(*shape: int, of: torch.dtype) -> torch.Tensor:

@@ -655,3 +655,22 @@ def te_protocol_computes_gradients(rank: int, world_size: int) -> None:
 
     with poisoned():
         _compare(model, plain, rank, world_size, run, lambda peer: _inputs(0, peer, 5, 6, torch.float32))
+
+
+def compiled_layers(rank: int, world_size: int) -> None:
+    """Each layer, compiled and not: outputs and gradients are equal."""
+    del world_size
+    options: dict[str, Any] = {"etp_group": dist.group.WORLD, "device": device()}
+    layers: dict[nn.Module, tuple[Any, ...]] = {
+        etp.Linear(6, 10, **options): (),
+        etp.LayerNormLinear(6, 10, **options): (),
+        etp.GroupedLinear(2, 6, 10, **options): ([3, 1],),
+    }
+    for layer, arguments in layers.items():
+        found = []
+        for forward in (layer, torch.compile(layer, backend="eager")):
+            layer.zero_grad()
+            out = forward(_inputs(1, rank, 4, 6, torch.float32), *arguments)
+            out.square().sum().backward()
+            found.append([out, *(param.grad for param in layer.parameters())])
+        assert all(map(torch.equal, *found)), type(layer).__name__

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import etp
-from etp.mode import Modes
 from tests.support.launch import device
 
 SIDE = 8
@@ -64,10 +63,12 @@ def _replay(x: torch.Tensor, weight: torch.Tensor, memory: torch.Tensor) -> torc
     return replayed
 
 
-def _captured(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _captured(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The memory that replays of the layer's backward pass would fill."""
-    captured, now = patch.object(Modes, "_current_capture", lambda *_: 1), patch.object(Modes, "captures_part")
-    with captured, now:
+    modes = layer.weight.driver.modes
+    capturing = patch.object(modes, "_is_capturing", lambda: True)
+    captured, now = patch.object(modes, "_current_capture", lambda *_: 1), patch.object(modes, "captures_part")
+    with capturing, captured, now:
         (memory,) = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
     return memory
 

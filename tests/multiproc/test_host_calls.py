@@ -19,24 +19,24 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("it counts the calls o
 # Own calls, files, all calls; of rank 0.
 LIMITS = {
     "3 linears, ETP": {
-        "forward": Calls(168, 14, 245),
-        "backward": Calls(272, 17, 416),
-        "visit": Calls(45, 8, 70),
+        "forward": Calls(154, 14, 206),
+        "backward": Calls(243, 17, 398),
+        "visit": Calls(42, 8, 58),
     },
     "3 x 4 experts, ETP": {
-        "forward": Calls(159, 11, 235),
-        "backward": Calls(260, 17, 346),
-        "visit": Calls(48, 8, 77),
+        "forward": Calls(146, 11, 184),
+        "backward": Calls(234, 17, 331),
+        "visit": Calls(45, 8, 62),
     },
     "3 x 16 experts, ETP": {
-        "forward": Calls(159, 11, 307),
-        "backward": Calls(296, 17, 382),
-        "visit": Calls(48, 8, 101),
+        "forward": Calls(146, 11, 220),
+        "backward": Calls(270, 17, 367),
+        "visit": Calls(45, 8, 74),
     },
     "3 x 128 experts, ETP": {
-        "forward": Calls(159, 11, 979),
-        "backward": Calls(632, 17, 718),
-        "visit": Calls(48, 8, 325),
+        "forward": Calls(146, 11, 556),
+        "backward": Calls(606, 17, 703),
+        "visit": Calls(45, 8, 186),
     },
 }
 

@@ -192,3 +192,9 @@ def test_a_shard_has_every_member_of_tes_protocol() -> None:
 
 def test_tes_protocol_computes_the_gradients() -> None:
     run_distributed(bodies.te_protocol_computes_gradients, 2)
+
+
+@pytest.mark.slow
+def test_compiled_layers_equal_others() -> None:
+    # Fresh, because dynamo remembers what it has traced.
+    run_distributed(bodies.compiled_layers, 2, fresh=True)

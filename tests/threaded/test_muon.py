@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
-from etp.matrices import MatrixPlan
+from etp.matrices import MatrixPlan, on_owners
 from tests.multiproc.bodies_stacked import Experts
 from tests.multiproc.oracle import rows_of_shard
 from tests.threaded.threads import run_threads
@@ -128,7 +128,8 @@ def compute(rank: int, world_size: int, wholes: list[torch.Tensor], models: list
         whole.fill_(torch.nan)
         return found
 
-    runtime.matrices.on_owners(
+    on_owners(
+        runtime.routes,
         plan,
         dist.group.WORLD,
         send=lambda index: wholes[index][slice(*layouts[index].logical_range(rank))],

@@ -1,11 +1,11 @@
-"""Timelines and chains: what is predicted after each visit, whatever the last pass looked like."""
+"""Timelines: what is predicted after each visit, whatever the last pass looked like."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etp.passes import Chain, PassSequence, Timeline
+from etp.passes import PassSequence, Timeline
 
 
 class Item:
@@ -103,41 +103,22 @@ def test_no_more_is_predicted_than_was_asked_for() -> None:
     assert list(timeline.beginning(2)) == [A, B]
 
 
-def test_the_first_backward_is_guessed_as_the_forward_reversed() -> None:
-    chain: Chain[Item] = Chain()
-    chain.begin_forward()
-    for item in (A, B, C):
-        chain.forward.visit(item)
-    chain.begin_backward()
-    assert list(chain.backward.upcoming(9)) == [C, B, A]
-    assert predictions(chain.backward, C, B, A) == [B, A, None]
+def test_a_guess_predicts_the_first_pass_only() -> None:
+    timeline: Timeline[Item] = Timeline()
+    timeline.begin(guess=[C, B, A])
+    assert list(timeline.upcoming(9)) == [C, B, A]
+    assert predictions(timeline, C, A) == [B, None]
+    timeline.begin(guess=[C, B, A])
+    assert list(timeline.upcoming(9)) == [C, A]
 
 
-def test_the_guess_does_not_replace_what_a_backward_pass_taught() -> None:
-    chain: Chain[Item] = Chain()
-    chain.begin_forward()
-    for item in (A, B, C):
-        chain.forward.visit(item)
-    chain.begin_backward()
-    predictions(chain.backward, C, A)
-    chain.begin_forward()
-    for item in (A, B, C):
-        chain.forward.visit(item)
-    chain.begin_backward()
-    assert list(chain.backward.upcoming(9)) == [C, A]
-
-
-def test_recompute_and_gradient_visits_interleave_in_the_backward_timeline() -> None:
-    chain: Chain[Item] = Chain()
+def test_recompute_and_gradient_visits_interleave_in_one_timeline() -> None:
+    timeline: Timeline[Item] = Timeline()
     for _ in range(2):
-        chain.begin_forward()
-        for item in (A, B, C, D):
-            chain.forward.visit(item)
-        chain.begin_backward()
+        timeline.begin(guess=[D, C, B, A])
         # Two checkpointed segments: each is recomputed in forward order, then differentiated in reverse.
-        guesses = predictions(chain.backward, C, D, D, C, A, B, B, A)
+        guesses = predictions(timeline, C, D, D, C, A, B, B, A)
     assert guesses == [D, D, C, A, B, B, A, None]
-    assert chain.forward.visits == [A, B, C, D]
 
 
 items = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=12)

@@ -98,18 +98,6 @@ def gather(group: WeightGroup, transport: Copies, *, pass_number: int = 0, epoch
     group.issue_gather(route, pass_number=pass_number, epoch=epoch, waits=None)
 
 
-def test_a_second_reduction_waits_for_the_end_of_the_first(world: dist.ProcessGroup) -> None:
-    group = WeightGroup([shard_named("layers.7.weight")], world)
-    for _ in range(2):
-        group.begin_reduction(8)
-        assert group.reducing
-        with pytest.raises(EtpStateError, match=r"a gradient of layers\.7\.weight is being reduced already"):
-            group.begin_reduction(8)
-        group.end_reduction()
-        assert not group.reducing
-    assert (group.reductions, group.reduced_bytes, group.pending) == (2, 16, False)
-
-
 def test_a_gather_goes_through_its_states_and_hands_out_logical_views(world: dist.ProcessGroup) -> None:
     shards = [shard_named("a"), shard_named("b", requires_grad=False)]
     group, transport = WeightGroup(shards, world), Copies()

@@ -28,6 +28,8 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     numbers: list[int] = []
     monkeypatch.setattr(Modes, "_current_capture", lambda *_: numbers[-1] if numbers else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: bool(numbers), raising=False)
     monkeypatch.setattr(Modes, "captures_part", lambda modes, _: modes.now.is_part and bool(numbers))
     yield numbers
     dist.destroy_process_group()

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,8 +30,12 @@ class Owner:
         self.told.append("after")
 
 
-def _note_kind(told: list[str], stepped: torch.optim.Optimizer) -> None:
-    told.append(type(stepped).__name__)
+def _note(owner: Owner, _: torch.optim.Optimizer) -> None:
+    owner.note()
+
+
+def _note_kind(owner: Owner, stepped: torch.optim.Optimizer) -> None:
+    owner.told.append(type(stepped).__name__)
 
 
 def _collect(*_: Any) -> None:
@@ -56,8 +59,8 @@ def collected_by_hand() -> Iterator[None]:
 def test_owners_are_told_before_and_after_each_step(optimizer: torch.optim.Optimizer) -> None:
     owners = [Owner(), Owner()]
     for owner in owners:
-        before_optimizer_steps(owner, partial(_note_kind, owner.told))
-        after_optimizer_steps(owner, Owner.note)
+        before_optimizer_steps(owner, _note_kind)
+        after_optimizer_steps(owner, _note)
 
     optimizer.step()
     optimizer.step()
@@ -67,8 +70,8 @@ def test_owners_are_told_before_and_after_each_step(optimizer: torch.optim.Optim
 
 def test_an_owner_that_asks_again_is_told_once(optimizer: torch.optim.Optimizer) -> None:
     owner = Owner()
-    after_optimizer_steps(owner, Owner.note)
-    after_optimizer_steps(owner, Owner.note)
+    after_optimizer_steps(owner, _note)
+    after_optimizer_steps(owner, _note)
 
     optimizer.step()
 
@@ -84,8 +87,8 @@ def test_an_owner_may_be_collected_in_the_middle_of_a_step(
 
     def doomed() -> None:
         owner = Owner()
-        before_optimizer_steps(owner, lambda _: calls.append("before"))
-        after_optimizer_steps(owner, lambda _: calls.append("after"))
+        before_optimizer_steps(owner, lambda *_: calls.append("before"))
+        after_optimizer_steps(owner, lambda *_: calls.append("after"))
 
     handle = register(_collect)
     try:
@@ -118,9 +121,9 @@ def test_an_owner_may_be_collected_while_others_are_told(optimizer: torch.optim.
             told.append("last")
 
     first, last = First(), Last()
-    after_optimizer_steps(first, First.note)
-    after_optimizer_steps(Owner(), Owner.note)
-    after_optimizer_steps(last, Last.note)
+    after_optimizer_steps(first, _note)
+    after_optimizer_steps(Owner(), _note)
+    after_optimizer_steps(last, _note)
 
     optimizer.step()
     optimizer.step()
@@ -135,8 +138,8 @@ def test_another_thread_may_add_owners_during_steps(optimizer: torch.optim.Optim
 
     def add(added: list[Owner]) -> None:
         for owner in added:
-            before_optimizer_steps(owner, partial(_note_kind, owner.told))
-            after_optimizer_steps(owner, Owner.note)
+            before_optimizer_steps(owner, _note_kind)
+            after_optimizer_steps(owner, _note)
 
     add(owners)
     adding = threading.Thread(target=add, args=(late,))
@@ -165,8 +168,8 @@ def test_pytorch_owns_the_one_hook_of_each_kind(
     monkeypatch.setattr(optimizers, f"_global_optimizer_{when}_hooks", hooks)
     owners = [Owner(), Owner()]
     for owner in owners:
-        before_optimizer_steps(owner, partial(_note_kind, owner.told))
-        after_optimizer_steps(owner, Owner.note)
+        before_optimizer_steps(owner, _note_kind)
+        after_optimizer_steps(owner, _note)
 
     optimizer.step()
 

@@ -57,6 +57,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _group: store)
     monkeypatch.setattr(dist, "get_rank", lambda _group: meeting.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda _group: meeting.size)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [4, 6, 9])
     return meeting
 
@@ -72,7 +73,7 @@ def outcomes(meeting: Meeting, names: Sequence[Sequence[Sequence[str]]], silent:
             for name in round_:
                 compared.record(name)
             compared.exchange()
-            assert not compared.has_news
+            assert not compared.names
             if rank != silent:
                 found[rank].append(_raised(compared.verify))
 
@@ -123,10 +124,10 @@ def test_what_a_graph_captures_is_not_recorded(meeting: Meeting) -> None:
     compared = CollectiveOrder(object(), torch.device("cpu"), None)  # type: ignore[arg-type]
     compared.recording = False
     compared.record("a")
-    assert not compared.has_news
+    assert not compared.names
     compared.recording = True
     compared.record("a")
-    assert compared.has_news
+    assert compared.names
     compared.verify()  # nothing was exchanged yet
 
 

@@ -90,7 +90,14 @@ def test_a_forward_pass_ends_with_a_backward_visit_and_a_backward_pass_with_its_
     assert model.visit(FIRST, SECOND) == [3, 3]
     assert not model.passes.in_backward
     assert model.reductions.count == 0
-    assert [model.groups.index(r.group) for r in model.passes.chain.backward.learned] == [SECOND, FIRST, SECOND]
+    assert [model.groups.index(r.group) for r in model.passes.backward_order.learned] == [SECOND, FIRST, SECOND]
+
+
+def test_the_first_backward_pass_is_expected_to_reverse_the_forward_pass() -> None:
+    model = Model()
+    model.visit(FIRST, SECOND)
+    model.backward(SECOND)
+    assert [model.groups.index(r.group) for r in model.passes.backward_order.learned] == [SECOND, FIRST]
 
 
 def test_only_the_root_begins_a_pass_where_there_is_one() -> None:
@@ -111,7 +118,7 @@ def test_visits_are_not_recorded_for_ever() -> None:
     model = Model()
     numbers = model.visit(FIRST, *[SECOND] * 1000)
     assert len(set(numbers)) > 5
-    assert len(model.passes.chain.forward.visits) < 200
+    assert len(model.passes.forward_order.visits) < 200
 
 
 @pytest.mark.parametrize(
@@ -201,4 +208,4 @@ def test_nothing_goes_on_across_the_border_of_a_capture() -> None:
     assert not model.passes.in_backward
     assert model.visit(FIRST, SECOND) == [2, 2]
     assert model.reductions.count == 0
-    assert model.passes.chain.forward.visits == [group.rows for group in model.groups]
+    assert model.passes.forward_order.visits == [group.rows for group in model.groups]

@@ -79,7 +79,7 @@ def test_groups_of_one_name_are_counted_together(world: dist.ProcessGroup) -> No
     counters = TrafficCounters(groups)
     for group in groups:
         group.gathers, group.gathered_bytes = 1, group.nbytes
-        group.begin_reduction(16)
+        group.reductions, group.reduced_bytes = 1, 16
     assert counters.gathers == counters.reductions == {"Linear.weight": 2, "other": 1}
     # A group of one rank gets nothing from peers.
     assert counters.gather_bytes == counters.reduce_bytes == {"Linear.weight": 0, "other": 0}

@@ -13,6 +13,7 @@ from etp.collectives import c10d
 from etp.collectives import watchdog as watchdog_file
 from etp.collectives.driver import CudaDriver
 from etp.collectives.watchdog import Watchdog
+from etp.config import EtpConfig
 from etp.errors import EtpCommunicationError
 
 
@@ -25,26 +26,26 @@ class _Event:
 
 
 def test_what_has_happened_is_forgotten_in_order() -> None:
-    watchdog = Watchdog(timeout_s=1000.0)
+    watchdog = Watchdog(1000.0, "on rank 1")
     first, second = _Event(happened=True), _Event(happened=False)
     watchdog.expect(first, "first")
     watchdog.expect(second, "second")
     assert watchdog.overdue() is None
     watchdog.timeout_s = 0.0
-    assert watchdog.overdue() == "second"
+    assert watchdog.overdue() == "second on rank 1"
     second.happened = True
     assert watchdog.overdue() is None
 
 
 def test_what_is_stuck_is_watched_however_much_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_file, "_KEEP_AT_MOST", 3)
-    watchdog = Watchdog(timeout_s=1000.0)
+    watchdog = Watchdog(1000.0, "on rank 1")
     events = [_Event(happened=index != 1) for index in range(6)]
     for index, event in enumerate(events):
         watchdog.expect(event, f"number {index}")
     assert watchdog.overdue() is None
     watchdog.timeout_s = 0.0
-    assert watchdog.overdue() == "number 1"
+    assert watchdog.overdue() == "number 1 on rank 1"
     events[1].happened = events[5].happened = True
     assert watchdog.overdue() is None
 
@@ -63,9 +64,7 @@ def test_replays_are_watched_where_nobody_has_set_a_time_out(
     backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=77)))
     monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: backend)
     try:
-        transport = c10d.C10dTransport(
-            dist.group.WORLD, fp32_accumulation=True, timeout_s=timeout_s, device=torch.device("cuda", 0)
-        )
+        transport = c10d.C10dTransport(dist.group.WORLD, EtpConfig(timeout_s=timeout_s), device=torch.device("cuda", 0))
         transport.watch_replays()
         assert watched == []
         transport.change_mode(capturing=True)
@@ -73,7 +72,7 @@ def test_replays_are_watched_where_nobody_has_set_a_time_out(
         transport.watch_replays()
     finally:
         dist.destroy_process_group()
-    assert watched == [(limit, "the replay of a CUDA graph on rank 0 (shard group: ranks [0])")]
+    assert watched == [(limit, "the replay of a CUDA graph")]
 
 
 def test_no_driver_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
