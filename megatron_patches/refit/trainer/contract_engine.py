@@ -8,11 +8,15 @@ the workers have reported what they serve, with the label if they committed, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.http_calls import HttpCalls
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
+from megatron_patches.refit.transports.worker import Worker
 
 
 class WeightSyncClient(Protocol):
@@ -77,37 +81,50 @@ class ContractEngine:
         client: the client of one engine.
         workers: number of the engine's workers, which the contract has no call to ask for.
         actor: name of the Ray actor that the client calls, if it calls one. Anyone who can call an actor can do
-            anything with it, so a join is admitted first. A server's guard does that itself.
+            anything with it, so it is made to admit the trainer first. A server's guard does that itself.
+        timeout_s: seconds for one call. vLLM's client of Ray actors has no time-out of its own.
 
     Attributes:
         name: that of the actor, the client's ``base_url``, or the name of its class.
     """
 
-    def __init__(self, client: WeightSyncClient, workers: int, actor: str | None = None) -> None:
+    def __init__(
+        self, client: WeightSyncClient, workers: int, actor: str | None = None, timeout_s: float = 600.0
+    ) -> None:
         self.name = actor or str(getattr(client, "base_url", type(client).__name__))
         self._client, self._workers, self._admits = client, workers, actor is not None
+        self._timeout_s = timeout_s
         self._joined = Joined()
+        self._late: Future[None] | None = None  # a call without an answer in time
         self._is_open = False  # whether an update was started and not finished
 
     def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.EngineClient`."""
+        """See :class:`megatron_patches.refit.EngineClient`.
+
+        Raises:
+            RefitError: if the actor is dead, before anybody waits for its workers.
+        """
+        if self._admits:
+            self._init({"call": "admit"})
         return self._workers
 
     def check_up(self) -> None:
         """Does nothing: the contract has no call for it."""
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        if call["call"] == "join" and self._admits:
-            self._client.init_weight_transfer_engine({"call": "admit"})
+        """See :class:`megatron_patches.refit.EngineClient`.
+
+        Raises:
+            RefitError: if the client gives no answer in time, or has given none to an earlier call.
+        """
         told = self._joined.told(call)
         if call["call"] != "receive":
-            self._client.init_weight_transfer_engine(told)
+            self._init(told)
             return
-        self._client.start_weight_update()
+        self._ask("start_weight_update", self._client.start_weight_update)
         self._is_open = True
         del told["call"]
-        self._client.update_weights(told)
+        self._ask("update_weights", lambda: self._client.update_weights(told))
 
     def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - see the class
         """See :class:`megatron_patches.refit.EngineClient`."""
@@ -133,4 +150,26 @@ class ContractEngine:
 
     def _finish(self, label: str | None) -> None:
         self._is_open = False  # first: a worker raises if it is told twice, as its answer may be lost
-        self._client.finish_weight_update(label)
+        self._ask("finish_weight_update", lambda: self._client.finish_weight_update(label))
+
+    def _init(self, told: dict[str, Any]) -> None:
+        what = f"init_weight_transfer_engine ({told['call']})"
+        self._ask(what, lambda: self._client.init_weight_transfer_engine(told))
+
+    def _ask(self, what: str, ask: Callable[[], None]) -> None:
+        """Calls the client in a thread of its own. No call begins before the one before it has its answer."""
+        if self._late is not None and not self._late.done():
+            raise RefitError(f"{self.name} has not answered an earlier call yet, so {what} is not called")
+        caller = Worker(f"refit-contract-{self.name}")
+        called = caller.submit(ask)
+        caller.close(0.0)
+        try:
+            called.result(self._timeout_s)
+        except TimeoutError as error:
+            if called.done():  # the client's own
+                raise
+            self._late = called
+            raise RefitError(
+                f"{self.name} gave no answer to {what} within {self._timeout_s:g} s; its log says what it is at. If it "
+                "only needs longer, raise timeout_s of RefitOptions"
+            ) from error
