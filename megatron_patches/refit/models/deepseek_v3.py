@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.models import rules
 from megatron_patches.refit.models.config_fields import check_given, count, flag, integer
-from megatron_patches.refit.models.experts import sigmoid_router, sigmoid_router_from_config
 from megatron_patches.refit.models.family import Declaration
 from megatron_patches.refit.models.hf_refusals import (
     activation_name,
@@ -27,7 +26,14 @@ from megatron_patches.refit.models.hf_refusals import (
 )
 from megatron_patches.refit.models.llama import LlamaFamily, common_config, traits_from_config
 from megatron_patches.refit.models.params import TpDim, Weight, alike, feed_forward, mtp_parts
-from megatron_patches.refit.models.traits import LatentTraits, ModelTraits, RouterTraits, common_traits
+from megatron_patches.refit.models.traits import (
+    LatentTraits,
+    ModelTraits,
+    RouterTraits,
+    common_traits,
+    sigmoid_router,
+    sigmoid_router_from_config,
+)
 from megatron_patches.refit.models.yarn import yarn_entry, yarn_from_config, yarn_from_megatron, yarn_refusals
 
 if TYPE_CHECKING:
