@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Bits, Payload, Pending, Spot, Then, host_bytes
+from megatron_patches.refit.memory.ports import Bits, Memory, Payload, Pending, Then, host_bytes
 from megatron_patches.refit.memory.staging import SLOTS, Lease
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import (
@@ -192,9 +192,9 @@ class C10dOutgoing(OutgoingWire):
         """Sends a payload."""
         self._send([_tensor(payload)])
 
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, memory: Memory) -> None:
         """Sends the boxes."""
-        self._send(self._pieces.of(load, places))
+        self._send(self._pieces.of(load, memory))
 
     def _send(self, tensors: Sequence[torch.Tensor]) -> None:
         pending = self._way.send(tensors)
@@ -229,9 +229,9 @@ class C10dIncoming(IncomingWire):
         payload = self._lease.buffer[slot][:nbytes]
         return Then(self._way.receive([payload]), lambda _: payload)
 
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
+    def fetch_direct(self, load: Load, memory: Memory) -> Pending[object]:
         """Receives the boxes."""
-        return self._way.receive(self._pieces.of(load, places))
+        return self._way.receive(self._pieces.of(load, memory))
 
     def close(self) -> None:
         """Returns the memory; the group must have been aborted before."""
@@ -280,8 +280,8 @@ class _Pieces:
         self._read = read
         self._tables: dict[int, DirectCopies] = {}
 
-    def of(self, load: Load, places: Sequence[Spot]) -> list[torch.Tensor]:
-        """The pieces of a load whose boxes lie in ``places``.
+    def of(self, load: Load, memory: Memory) -> list[torch.Tensor]:
+        """The pieces of a load whose boxes lie in ``memory``.
 
         Raises:
             PartyFailedError: if a box is not contiguous.
@@ -294,8 +294,8 @@ class _Pieces:
                     f"load {load.number} has boxes that are not contiguous, and was announced as direct"
                 )
             self._tables[load.number] = table
-        runs, first = table.runs, table.first_reads if self._read else table.first_boxes
-        storages = [_bytes_of(places[box].storage) for box in first]
+        runs, names = table.runs, table.sources if self._read else table.targets
+        storages = [_bytes_of(memory[name]) for name in names]
         numbers, offsets = (runs.source, runs.source_offset) if self._read else (runs.target, runs.target_offset)
         pieces = zip(numbers.tolist(), offsets.tolist(), table.nbytes.tolist(), strict=True)
         return [storages[number][offset : offset + nbytes] for number, offset, nbytes in pieces]

@@ -99,7 +99,7 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
             progress = True
         if digesting and digesting[0].done():
             ready = digesting.popleft()
-            end.send_direct(ready.result(), ready.load, sender.places(ready.load), check)
+            end.send_direct(ready.result(), ready.load, sender.storages(ready.load), check)
             progress = True
         if not progress and (packing or digesting):
             looks.nothing(patience.tick)
@@ -148,7 +148,7 @@ def _receive_version(
     patience = Patience(timeout_s, lambda: end.awaited, check)
     while left or unpacking:
         waiting = end.idle and not unpacking
-        found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=LOOK_AROUND_S if waiting else 0.0)
+        found = end.receive(unpacker.load_of, unpacker.storages, check, wait_s=LOOK_AROUND_S if waiting else 0.0)
         if found is not None:
             unpacking.append((found[0], unpacker.accept(*found)))
             left -= 1
