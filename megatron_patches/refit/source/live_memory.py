@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.errors import RefitError, first_of
 from megatron_patches.refit.memory.ports import FlatMemory
 
 if TYPE_CHECKING:
     import torch
-
-_NAMED = 3  # tensors named in a message
 
 
 class Shard(Protocol):
@@ -183,5 +181,4 @@ def _changes(before: Iterable[Shard], after: Iterable[Shard]) -> str:
     found += [f"{was.name} was {was.form} and is {now.form}" for was, now in both if was != now]
     if not found:
         return "they come in another order"
-    more = len(found) - _NAMED
-    return ", ".join(sorted(found)[:_NAMED]) + (f", and {more} more" if more > 0 else "")
+    return first_of(sorted(found))
