@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from megatron_patches.refit.layout.dtypes import itemsize
 
 if TYPE_CHECKING:
     import torch
-
-    from megatron_patches.refit.memory.staging import StagingPool
 
 type Bits = NDArray[np.unsignedinteger]
 type FlatMemory = Mapping[str, torch.Tensor]
@@ -330,24 +328,3 @@ def _packed(payload: Bytes, piece: Piece) -> Bits:
     width = itemsize(piece.dtype)
     content = payload[piece.offset : piece.offset + piece.box.volume * width]
     return content.view(f"u{width}").reshape(piece.box.shape)
-
-
-def open_port(memory: Memory, where: str, pool: StagingPool | None = None, *, urgent: bool = False) -> Port:
-    """The port for storages that are all in host memory, or all on one GPU.
-
-    Args:
-        memory: the storages, by name.
-        where: owner of the storages, for messages.
-        pool: pool of the buffer through which a device moves payloads on the host.
-        urgent: whether a GPU does its work before other work that is ready.
-
-    Raises:
-        TransferError: if the storages are of several kinds.
-    """
-    if not memory or any(
-        isinstance(storage, np.ndarray) or storage.device.type == "cpu" for storage in memory.values()
-    ):
-        return HostPort(memory, where)  # which names those that are not on the host
-    from megatron_patches.refit.memory.device_port import DevicePort
-
-    return DevicePort(cast("dict[str, torch.Tensor]", memory), where, pool, urgent=urgent)

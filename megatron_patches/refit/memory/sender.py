@@ -17,7 +17,8 @@ from megatron_patches.refit.memory.base_copy import BaseCopy, renewed
 from megatron_patches.refit.memory.delta import Base
 from megatron_patches.refit.memory.loads import Load, LoadKey, Terms, cut_into_loads
 from megatron_patches.refit.memory.packets import Packet, Packing
-from megatron_patches.refit.memory.ports import Batch, Memory, Payload, Shared, Writing, open_port
+from megatron_patches.refit.memory.port_choice import open_port
+from megatron_patches.refit.memory.ports import Batch, Memory, Payload, Shared, Writing
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.planning.plan import Link, Plan
 

@@ -28,7 +28,8 @@ from megatron_patches.refit.memory.base_copy import BaseCopy, renewed
 from megatron_patches.refit.memory.delta import Base, Delta
 from megatron_patches.refit.memory.loads import Load, LoadKey, Terms, cut_into_loads
 from megatron_patches.refit.memory.packets import Packet, payload_bytes
-from megatron_patches.refit.memory.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, open_port
+from megatron_patches.refit.memory.port_choice import open_port
+from megatron_patches.refit.memory.ports import Batch, Done, Memory, Payload, Pending, Piece, Port
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.planning.plan import Link, Plan
 

@@ -20,7 +20,8 @@ from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.control.messages import Held, Invitation, Model
 from megatron_patches.refit.errors import DigestError, PartyFailedError, RefitError
 from megatron_patches.refit.layout.manifest import Manifest
-from megatron_patches.refit.memory.ports import Batch, Memory, Piece, open_port
+from megatron_patches.refit.memory.port_choice import open_port
+from megatron_patches.refit.memory.ports import Batch, Memory, Piece
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
