@@ -27,16 +27,14 @@ class TrainerOptions:
         dtype: dtype of every parameter.
         vocab_multiple: Megatron's ``--make-vocab-size-divisible-by``.
         pad_for_alignment: multiple to which the rows of a shard are padded, as in ``EtpConfig``.
-        fused_norms: whether layers are Transformer Engine's: norms lie inside the linear layer that follows, and the
-            down projections of multi-latent attention are replicated, not cut.
-        grouped_experts: whether a rank's experts are one grouped module, not one module each.
+        transformer_engine: whether layers are Transformer Engine's: norms lie inside the linear layer that follows, a
+            rank's experts are one grouped module, and the down projections of multi-latent attention are not cut.
     """
 
     dtype: str = "bfloat16"
     vocab_multiple: int = 128
     pad_for_alignment: int = 16
-    fused_norms: bool = False
-    grouped_experts: bool = False
+    transformer_engine: bool = False
 
 
 def trainer_manifest(
@@ -138,7 +136,7 @@ def _layer_weights(
     family: ModelFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions, layer: int
 ) -> Iterator[tuple[Weight, str]]:
     """Weights of a layer, each with its name with global expert numbers."""
-    for weight in family.weights(layer, options.fused_norms):
+    for weight in family.weights(layer, options.transformer_engine):
         yield weight, weight.name
     if not family.traits.has_experts(layer):
         return
@@ -147,7 +145,7 @@ def _layer_weights(
         number = where.ep * local + index
         for weight in family.expert_weights.values():
             grouped, sequential = f"mlp.experts.{weight.name}{{}}", f"mlp.experts.local_experts.{{}}.{weight.name}"
-            pattern = grouped if options.grouped_experts else sequential
+            pattern = grouped if options.transformer_engine else sequential
             yield replace(weight, name=pattern.format(index)), pattern.format(number)
 
 
@@ -187,7 +185,7 @@ def _check_divides(family: ModelFamily, mesh: TrainerMesh, options: TrainerOptio
         cuts.extend(("layers of a stage", count, "vpp", mesh.vpp) for count in _stage_layers(traits, mesh))
     else:
         cuts.append(("num_layers", traits.num_layers, "pp x vpp", mesh.pp * mesh.vpp))
-    cuts.extend((what, size, "tp", mesh.tp) for what, size in family.tp_dims(options.fused_norms))
+    cuts.extend((what, size, "tp", mesh.tp) for what, size in family.tp_dims(options.transformer_engine))
     if traits.mtp_layers:
         cuts.append(("hidden size, for layers that predict further tokens,", traits.hidden_size, "tp", mesh.tp))
     if traits.num_experts:
