@@ -156,11 +156,6 @@ class ReceivingEnd:
         """Number of packets that were announced and have not arrived."""
         return len(self._arriving)
 
-    @property
-    def idle(self) -> bool:
-        """Whether no announced packet is in flight."""
-        return not self._arriving
-
     def release(self, packet: Packet, check: Check) -> None:
         """Returns the packet's slot to its source.
 
