@@ -247,7 +247,7 @@ class Unpacker:
         of_link = Counter(load.key[:2] for load in self._expected.values())
 
         def arrives(home: int) -> tuple[bool, float]:
-            # Links send at the same time. Of each, packed loads may come last: see _send_version of transports/pump.py.
+            # Links send at the same time. Of each, packed loads may come last: see send_version in transports/pump.py.
             return max(
                 ((not load.direct, load.number / of_link[load.key[:2]]) for load in loads_of[home]),
                 default=(False, 0.0),
