@@ -18,8 +18,8 @@ from megatron_patches.refit.models import rules
 from megatron_patches.refit.models.config_fields import check_given, count, flag, integer
 from megatron_patches.refit.models.family import Declaration
 from megatron_patches.refit.models.hf_refusals import (
-    activation_name,
     attention_refusals,
+    gated_silu_refusals,
     norm_refusals,
     sigmoid_router_refusals,
     vocabulary_refusals,
@@ -145,13 +145,10 @@ def _claims(model: torch.nn.Module) -> bool:
 
 
 def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
-    from torch.nn import functional
-
     config: Any = model.config
     yield from norm_refusals(config)
     yield from vocabulary_refusals(model, vocab_size)
-    if not config.gated_linear_unit or config.activation_func is not functional.silu:
-        yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
+    yield from gated_silu_refusals(config)
     if not config.qk_layernorm:
         yield "its compressed query and key have no norms; train with --qk-layernorm"
     yield from yarn_refusals(config)
