@@ -21,7 +21,7 @@ from benchmarks.refit_vllm_model import TrainerModel
 from benchmarks.spawned import free_port
 from megatron_patches.refit.simulation.cluster import trainer_mesh
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.live import LiveMemory
+from megatron_patches.refit.source.live import MegatronSource
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 512}
 
@@ -50,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
         model = TrainerModel(config, trainer_mesh("tp=1"), torch.device("cpu"), 64)
-        memory = LiveMemory([model.module], None)
-        print(f"{len(memory.look_up())} parameters")
+        source = MegatronSource([model.module], 1, None)
+        source.prepare()
+        print(f"{len(source.look_up())} parameters")
         described = milliseconds(lambda: list(describe_model([model.module])), options.repeats)
         print(f"described anew: {described:.1f} ms")
-        print(f"looked up: {milliseconds(memory.look_up, options.repeats):.1f} ms")
+        print(f"looked up: {milliseconds(source.look_up, options.repeats):.1f} ms")
     finally:
         dist.destroy_process_group()
     return 0

@@ -151,11 +151,11 @@ def _destination(sides: Sides, clock: CpuClock) -> Plan:
 
 def _plan_and_prove(sides: Sides, fleet: Fleet, overlap: bytes, clock: CpuClock) -> Plan:
     with clock.phase("describe"):
-        unfold_tensors(fleet.told.tensors)
+        unfold_tensors(fleet.told.grids)
         wanted = receiver_of(sides.wanted_by(RANK))
     with clock.phase("plan"):
         holders = holders_in(overlap)
-        plan, _ = plan_for(fleet.told.tensors, SourceIndex(holders), wanted, DEFAULT_OPTIONS)
+        plan, _ = plan_for(fleet.told.grids, SourceIndex(holders), wanted, DEFAULT_OPTIONS)
         _ = plan.digest
     with clock.phase("prove"):
         prove_with(plan, holders, [wanted])
@@ -179,7 +179,7 @@ def _check(sides: Sides, fleet: Fleet, orders: Orders[list[Request]], clock: Cpu
         with clock.phase("plan"):
             moves += moves_of(requests, layout, RANK, destination)
     with clock.phase("plan"):
-        plan = Plan(fleet.told.tensors, tuple(moves), PartOf("source", RANK))
+        plan = Plan(fleet.told.grids, tuple(moves), PartOf("source", RANK))
         _ = plan.digest
     return plan
 

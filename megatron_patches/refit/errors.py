@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class RefitError(RuntimeError):
@@ -80,3 +80,9 @@ class UnsupportedEngineError(RefitError):
 
 class LostWeightsError(RefitError):
     """A worker cannot restore the old weights, or does not know what others serve; its engine must not continue."""
+
+
+def first_of(texts: Sequence[str], separator: str = ", ") -> str:
+    """The first three of some texts, for a message, and how many more there are."""
+    more = len(texts) - 3
+    return separator.join(texts[:3]) + (f"{separator.strip(', ')} and {more} more" if more > 0 else "")

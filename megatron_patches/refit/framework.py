@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.ray_engine import answer_of
-from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
+from megatron_patches.refit.trainer.engine_client import PassedEngine
 from megatron_patches.refit.trainer.publisher import WeightPublisher
-from megatron_patches.refit.trainer.push_options import Fate, PushReport, RefitOptions
+from megatron_patches.refit.trainer.push_options import PushReport, RefitOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from megatron_patches.refit.trainer.engine_client import EngineClient
 
 
-class FrameworkEngine:
-    """A framework's Ray actor; with the methods of :class:`megatron_patches.refit.EngineClient`.
+class FrameworkEngine(PassedEngine):
+    """A framework's Ray actor, which stops and continues requests itself.
 
-    Anyone who can call the actor can do anything with it, so a join is admitted first. Subclasses say which of the
-    actor's methods pass a call on to the workers of vLLM, and empty their caches.
+    Subclasses say which of the actor's methods pass a call on to the workers of vLLM, and empty their caches.
 
     Args:
         name: of the actor.
@@ -44,46 +43,12 @@ class FrameworkEngine:
     def __init__(self, name: str, world_size: int, timeout_s: float) -> None:
         import ray
 
+        super().__init__(name, world_size)
         try:
             self._actor = ray.get_actor(name)
         except ValueError as error:
             raise RefitError(f"there is no Ray actor {name}; {self.absent}") from error
-        self.name, self._world_size, self._timeout_s = name, world_size, timeout_s
-        self._joined = Joined()
-
-    def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        return self._world_size
-
-    def check_up(self) -> None:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        raise NotImplementedError
-
-    def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        if call["call"] == "join":
-            self._tell({"call": "admit"})
-        self._tell(self._joined.told(call))
-
-    def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        self.call({"call": "commit", "version": version})
-        if reset_cache:
-            self._empty_caches()
-
-    def pause(self, mode: PauseMode) -> None:
-        """Does nothing: the framework has stopped requests, or lets them continue on the new weights."""
-
-    def resume(self, *, reset_cache: bool) -> None:
-        """Empties the caches if asked to; the framework itself continues requests."""
-        if reset_cache:
-            self._empty_caches()
-
-    def _tell(self, call: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _empty_caches(self) -> None:
-        raise NotImplementedError
+        self._timeout_s = timeout_s
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
         return answer_of(self.name, method, getattr(self._actor, method).remote(*args, **named), self._timeout_s)
@@ -136,10 +101,7 @@ class VersionSender:
                 self._publisher.attach(engine)
         self.version = max(self.version + 1, version)
         report = self._publisher.publish(self.version).result()
-        missing = {name: one for name, one in report.engines.items() if one.fate is not Fate.SERVES}
-        if missing:
-            reasons = [f"{name}: {one.reason or one.fate.value}" for name, one in missing.items()]
-            raise PartyFailedError(f"version {self.version} does not serve: {'; '.join(reasons)}", missing)
+        report.check_served()
         return report
 
     def close(self) -> None:

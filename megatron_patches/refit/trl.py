@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.control.exchange import describe_error
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
-from megatron_patches.refit.trainer.push_options import Fate, OnEngineFailure, RefitOptions
+from megatron_patches.refit.trainer.push_options import OnEngineFailure, RefitOptions
 
 if TYPE_CHECKING:
     import torch
@@ -118,13 +118,8 @@ class EtpWeightTransfer:
         """
         if self._handle is None:
             return
-        reports = self._handle.result().engines
-        self._handle = None
-        missing = {name: one for name, one in reports.items() if one.fate is not Fate.SERVES}
-        drops = self._options.on_engine_failure is OnEngineFailure.DROP
-        if len(missing) == len(reports) or (missing and not drops):
-            reasons = [f"{name}: {one.reason or one.fate.value}" for name, one in missing.items()]
-            raise PartyFailedError(f"version {self.version} does not serve: {'; '.join(reasons)}", missing)
+        report, self._handle = self._handle.result(), None
+        report.check_served(all_must=self._options.on_engine_failure is OnEngineFailure.RAISE)
 
     def destroy(self) -> None:
         """Disconnects and frees the copies. Engines keep what they serve; another sync connects to them again."""

@@ -104,7 +104,7 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
     def __init__(self, init_info: EtpTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         actor = name_of(client.handles[0]) if isinstance(client, RayVLLMWeightSyncClient) else None
-        self._engine = ContractEngine(client, init_info.world_size, actor)
+        self._engine = ContractEngine(client, init_info.world_size, actor, init_info.options.timeout_s)
         self._transfer = EtpWeightTransfer(
             [self._engine],
             config=init_info.config,

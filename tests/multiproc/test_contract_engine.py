@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from megatron_patches.refit.control.http_calls import HttpCalls
-from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.trainer.contract_engine import ContractEngine, GuardedSyncClient
 from megatron_patches.refit.trl import EtpWeightTransfer
 from tests.multiproc import bodies_trl as bodies
@@ -90,6 +92,51 @@ def test_a_ray_actor_which_has_no_guard_is_told_to_admit_the_trainer(engine: Pla
     sync(transfer, tensors())
     assert behind.name == "Ray actor 07"
     assert client.phases[:3] == ["admit", "join", "record"]
+    transfer.destroy()
+
+
+def test_a_client_that_never_answers_is_given_up_and_not_called_before_it_has_answered() -> None:
+    class Hanging(Client):
+        def __init__(self) -> None:
+            self.phases, self.answers = [], Event()
+
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            self.phases.append(init_info["call"])
+            self.answers.wait(30)
+
+    client = Hanging()
+    behind = ContractEngine(client, 1, "Ray actor 07", timeout_s=0.2)
+    why = r"Ray actor 07 gave no answer to init_weight_transfer_engine \(commit\) within 0.2 s; .* raise timeout_s"
+    with pytest.raises(RefitError, match=why):
+        behind.commit(7, reset_cache=False)
+    with pytest.raises(RefitError, match="Ray actor 07 has not answered an earlier call yet"):
+        behind.set_weight_version(7)
+    assert client.phases == ["commit"]
+    client.answers.set()
+    deadline = time.monotonic() + 10
+    while True:  # until the late answer is there
+        try:
+            behind.set_weight_version(7)
+        except RefitError:
+            assert time.monotonic() < deadline
+        else:
+            break
+    assert client.phases == ["commit", "finish 7"]
+
+
+def test_nobody_waits_for_the_workers_of_an_actor_that_is_dead() -> None:
+    class Dead(Client):
+        def __init__(self) -> None:
+            """Of no engine."""
+
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            raise RefitError(f"{init_info['call']}: The actor died")
+
+    transfer = EtpWeightTransfer([ContractEngine(Dead(), 1, "Ray actor 07")], options=bodies.OPTIONS)
+    began = time.monotonic()
+    with pytest.raises(PartyFailedError, match="admit: The actor died"):
+        sync(transfer, tensors())
+    assert time.monotonic() - began < 5
     transfer.destroy()
 
 

@@ -24,15 +24,15 @@ import numpy as np
 from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.control.messages import Invitation, Model
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.layout.boxes import View
 from megatron_patches.refit.layout.dtypes import itemsize
-from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.delta import Base, PayloadKind
 from megatron_patches.refit.memory.ports import Bits
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
 from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.planning.tensors import fold_tensors
 from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
 from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.transports.memory_mode import MemoryMode
@@ -266,7 +266,9 @@ class Engine:
         unknown = [spec.name for spec in model.tensors if spec.name not in self._known]
         if unknown:
             raise RefitError(f"the engine has no {unknown[0]}")
-        return whole(Model(model.config, [replace(spec, dtype=self._known[spec.name]) for spec in model.tensors]))
+        return whole(
+            Model(model.config, fold_tensors(replace(spec, dtype=self._known[spec.name]) for spec in model.tensors))
+        )
 
     def _fail_at(self, state: str) -> None:
         if self._fault is not None and self._fault[0] == state:
@@ -299,14 +301,8 @@ def _links(call: dict[str, Any], nics: str) -> LinkOptions:
 
 
 def whole(model: Model) -> Manifest:
-    """All of every tensor, each in a storage of its own."""
-    storages, placements = [], []
-    for spec in model.tensors:
-        box = spec.box
-        strides = tuple(int(np.prod(box.shape[dim + 1 :])) for dim in range(len(box.shape)))
-        storages.append(Storage(spec.name, spec.dtype, box.volume, box.volume))
-        placements.append(Placement(box, View(spec.name, 0, box.shape, strides)))
-    return Manifest(0, "here", tuple(storages), tuple(placements))
+    """All of every tensor."""
+    return Manifest.of_whole(0, "here", model.tensors)
 
 
 class PlainEngine:

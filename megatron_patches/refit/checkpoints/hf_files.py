@@ -16,9 +16,9 @@ import msgspec
 
 from megatron_patches.refit.checkpoints.safetensors_layout import INDEX_NAME
 from megatron_patches.refit.errors import LoadError
-from megatron_patches.refit.layout.boxes import TensorSpec, View, row_major_strides
+from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.dtypes import SAFETENSORS_CODE
-from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.models.config_traits import read_config
 
 _SINGLE_FILE = "model.safetensors"
@@ -65,13 +65,8 @@ class HuggingFaceFiles:
     tensors: Mapping[str, StoredTensor]
 
     def manifest(self, names: Iterable[str]) -> Manifest:
-        """The named tensors as one side of a plan: one storage per tensor, which holds it whole."""
-        storages, placements = [], []
-        for name in names:
-            spec = self.tensors[name].spec
-            storages.append(Storage(name, spec.dtype, spec.numel, spec.numel))
-            placements.append(Placement(spec.box, View(name, 0, spec.shape, row_major_strides(spec.shape))))
-        return Manifest(0, "", tuple(storages), tuple(placements))
+        """The named tensors as one side of a plan."""
+        return Manifest.of_whole(0, "", (self.tensors[name].spec for name in names))
 
 
 def open_checkpoint(directory: Path) -> HuggingFaceFiles:

@@ -12,12 +12,10 @@ from types import MappingProxyType
 
 from megatron_patches.refit.checkpoints.hf_blocks import check_blocks
 from megatron_patches.refit.checkpoints.hf_files import HuggingFaceFiles
-from megatron_patches.refit.errors import LoadError
+from megatron_patches.refit.errors import LoadError, first_of
 from megatron_patches.refit.layout.weight_format import is_block_fp8
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.family import ModelFamily
-
-_NAMED = 3  # tensors named in a message
 
 FIELD_FLAGS: Mapping[str, str] = MappingProxyType(
     {
@@ -246,6 +244,4 @@ def _difference(name: str, given: object, mine: object, flag: str | None = None)
 
 
 def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    shown = ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+    return f"{first_of(names)} {'is' if len(names) == 1 else 'are'}"

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_patches.refit.layout.boxes import TensorSpec, View, row_major_strides
+from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.dtypes import SAFETENSORS_CODE, itemsize
-from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.manifest import Manifest
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -91,13 +91,8 @@ class CheckpointLayout:
         return {"metadata": {"total_size": total}, "weight_map": where}
 
     def manifest(self) -> Manifest:
-        """The checkpoint as the single destination of a plan: one storage per tensor, each wanted whole."""
-        storages, wanted = [], []
-        for file in self.files:
-            for spec in file.tensors:
-                storages.append(Storage(spec.name, spec.dtype, spec.numel, spec.numel))
-                wanted.append(Placement(spec.box, View(spec.name, 0, spec.shape, row_major_strides(spec.shape))))
-        return Manifest(0, "", tuple(storages), tuple(wanted))
+        """The checkpoint as the single destination of a plan."""
+        return Manifest.of_whole(0, "", (spec for file in self.files for spec in file.tensors))
 
 
 def layout_checkpoint(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> CheckpointLayout:

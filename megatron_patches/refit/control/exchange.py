@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megatron_patches.refit.errors import ExportError, PartyFailedError, RefitError
+from megatron_patches.refit.errors import ExportError, PartyFailedError, RefitError, first_of
 
 if TYPE_CHECKING:
     import torch
@@ -138,8 +138,7 @@ def together[T](exchange: Exchange, what: str, work: Callable[[], T], kind: type
     outcomes = exchange.gather(outcome)
     reasons = [str(value) for good, value in outcomes if not good]
     if reasons:
-        shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
-        raise kind(f"{what} failed on {shown}") from mine
+        raise kind(f"{what} failed on {first_of(reasons, '; ')}") from mine
     return [value for _, value in outcomes]  # type: ignore[misc]
 
 

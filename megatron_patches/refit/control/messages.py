@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.planning.layouts import Layout, Region
 from megatron_patches.refit.planning.requests import Request
-from megatron_patches.refit.planning.tensors import TensorGrid
+from megatron_patches.refit.planning.tensors import TensorGrid, unfold_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -193,12 +194,23 @@ class Registered(msgspec.Struct, frozen=True):
     partial: bool = False
 
 
-class ModelAnswer(msgspec.Struct, frozen=True):
-    """The model, sent to all parties; see :class:`Model`."""
+class Model(msgspec.Struct, frozen=True, dict=True):
+    """The model, as the registry tells all parties.
+
+    Attributes:
+        config: content of its ``config.json``.
+        grids: its tensors in compact form, with the trainer's element types.
+        allow_narrowing: see :class:`megatron_patches.refit.planning.plan.PlanOptions`.
+    """
 
     config: dict[str, Any]
-    tensors: tuple[TensorGrid, ...]
-    allow_narrowing: bool
+    grids: tuple[TensorGrid, ...]
+    allow_narrowing: bool = False
+
+    @cached_property
+    def tensors(self) -> Sequence[TensorSpec]:
+        """Its tensors."""
+        return unfold_tensors(self.grids)
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -226,35 +238,20 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 class Asked[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
-    """What a destination requests of each source, by rank; digest of its plan, and the bytes that each source sends it.
+    """What a destination requests of each source, by rank, and the digest of its plan.
 
     The registry forwards the requests without decoding them: the source checks them.
     """
 
     requests: dict[int, R]
     digest: str
-    nbytes: dict[int, int]
 
 
 class Orders[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
-    """What is requested of a source, by destination rank; digest and bytes of the plans of all destinations."""
+    """What is requested of a source, by destination rank; digest of the plans of all destinations."""
 
     requests: list[tuple[int, R]]
     digest: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model as destinations see it; each builds it from the sources' answers.
-
-    Attributes:
-        config: content of its ``config.json``.
-        tensors: its tensors, with the trainer's element types.
-    """
-
-    config: Mapping[str, Any]
-    tensors: Sequence[TensorSpec]
 
 
 class Moved(msgspec.Struct, frozen=True):

@@ -6,12 +6,13 @@ Manifests are small and hold no tensor. The same manifests always give the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.layout.boxes import Box, View
+from megatron_patches.refit.layout.boxes import Box, TensorSpec, View, row_major_strides
 from megatron_patches.refit.layout.conversion import Conversion, Rule
 
 
@@ -86,6 +87,19 @@ class Manifest:
                     f"the manifest of rank {self.rank} shows {placement.box} through a view of shape "
                     f"{placement.view.shape}"
                 )
+
+    @classmethod
+    def of_whole(cls, rank: int, host: str, specs: Iterable[TensorSpec]) -> Self:
+        """A party with all of some tensors, each in a storage of its own name."""
+        storages, placements = [], []
+        for spec in specs:
+            storages.append(Storage(spec.name, spec.dtype, spec.numel, spec.numel))
+            placements.append(Placement(spec.box, View(spec.name, 0, spec.shape, row_major_strides(spec.shape))))
+        return cls(rank, host, tuple(storages), tuple(placements))
+
+    def with_more(self, storages: Iterable[Storage], placements: Iterable[Placement]) -> Manifest:
+        """The manifest of the same party with further storages, and boxes in them."""
+        return replace(self, storages=(*self.storages, *storages), placements=(*self.placements, *placements))
 
     @cached_property
     def storage(self) -> Mapping[str, Storage]:

@@ -8,7 +8,17 @@ import numpy as np
 
 from megatron_patches.refit.memory.delta import Base, Delta, decode_delta, encode_delta
 from megatron_patches.refit.memory.loads import Load
-from megatron_patches.refit.memory.ports import Batch, Bytes, Done, HostPort, Payload, Pending, Port, host_bytes
+from megatron_patches.refit.memory.ports import (
+    Batch,
+    Bytes,
+    Done,
+    HostPort,
+    Payload,
+    Pending,
+    Port,
+    bytes_in_place,
+    host_bytes,
+)
 from megatron_patches.refit.memory.staging import Room, StagingPool
 
 if TYPE_CHECKING:
@@ -100,9 +110,8 @@ class _HostBase:
 
     def pack(self, load: Load, batch: Batch, payload: Payload) -> tuple[Pending[list[int]], Pending[Delta | None]]:
         digests = self._port.pack(batch, payload)
-        spots = self._base.places(batch)
-        if len(spots) == 1 and spots[0].view.contiguous:
-            base = host_bytes(spots[0].payload())
+        if len(batch.pieces) == 1 and batch.pieces[0].view.contiguous:
+            base = host_bytes(bytes_in_place(batch.pieces[0].view, self._base.storages(batch)))
         else:
             base = self._packed(load, batch)
         changed = encode_delta(host_bytes(payload), base, load.width)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.memory.device_tables import VALUES, ShapeTable, TileShape, describe
-from megatron_patches.refit.memory.ports import Batch, Payload, Pending, Piece, Spot, Spots, Then, Writing, host_bytes
+from megatron_patches.refit.memory.ports import Batch, FlatMemory, Payload, Pending, Piece, Then, Writing, host_bytes
 from megatron_patches.refit.memory.staging import Room, StagingPool
 
 _MASK = (1 << 64) - 1
@@ -150,7 +150,7 @@ class DevicePort:
             self._launch("DIGEST", batch, None, digests)
             return self.to_host(digests)
 
-    def places(self, batch: Batch) -> Sequence[Spot]:
+    def storages(self, batch: Batch) -> FlatMemory:
         """See :class:`megatron_patches.refit.memory.ports.Port`."""
         names, known = self._checked.get(batch, ((), None))
         form = tuple(map(self._forms.get, names))
@@ -159,7 +159,7 @@ class DevicePort:
             for piece in batch.pieces:
                 self._check(piece)
             self._checked[batch] = names, tuple(map(self._forms.get, names))
-        return Spots(self._memory, batch.pieces)
+        return self._memory
 
     def close(self) -> None:
         """Waits for work under way, returns the buffer, and drops the storages."""

@@ -9,9 +9,9 @@ Memories are flat arrays of unsigned integers as wide as the elements: bits are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,64 +32,6 @@ type Memory = Mapping[str, Bits] | FlatMemory
 type Bytes = NDArray[np.uint8]
 type Payload = bytes | Bytes | torch.Tensor
 """Elements of a packet: bytes on the host, or a byte tensor on a device."""
-type Elements = Bits | torch.Tensor
-"""Elements of a box in place: a strided array or tensor of the box's shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """Where a box lies in memory.
-
-    Attributes:
-        storage: the flat storage.
-        view: the box in it.
-    """
-
-    storage: Bits | torch.Tensor
-    view: View
-
-    def elements(self) -> Elements:
-        """The box, in place."""
-        if isinstance(self.storage, np.ndarray):
-            return _strided(self.storage, self.view)
-        return self.view.tensor(self.storage)
-
-    def payload(self) -> Payload:
-        """The bytes of a contiguous box, in place."""
-        low, high = self.view.span
-        if isinstance(self.storage, np.ndarray):
-            return self.storage[low:high].view(np.uint8)
-        import torch
-
-        return self.storage.detach()[low:high].view(torch.uint8)
-
-
-class Spots(Sequence[Spot]):
-    """Where the boxes of a batch lie. Each spot is made on demand.
-
-    Args:
-        memory: the storages, by name.
-        pieces: the boxes.
-    """
-
-    def __init__(self, memory: Memory, pieces: Sequence[Piece]) -> None:
-        self._memory, self._pieces = memory, pieces
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    @overload
-    def __getitem__(self, at: int) -> Spot: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[Spot]: ...
-
-    def __getitem__(self, at: int | slice) -> Spot | list[Spot]:
-        """One spot, or several."""
-        if isinstance(at, slice):
-            return [Spot(self._memory[piece.view.storage], piece.view) for piece in self._pieces[at]]
-        view = self._pieces[at].view
-        return Spot(self._memory[view.storage], view)
 
 
 class Pending[T](Protocol):
@@ -245,8 +187,8 @@ class Port(Protocol):
     def digest(self, batch: Batch) -> Pending[list[int]]:
         """The digest of each box as it lies in memory. Raises as :meth:`pack`."""
 
-    def places(self, batch: Batch) -> Sequence[Spot]:
-        """Where each box lies. Raises as :meth:`pack`."""
+    def storages(self, batch: Batch) -> Memory:
+        """The storages, among which are those of the boxes. Raises as :meth:`pack`."""
 
     def close(self) -> None:
         """Waits for work under way, returns leased memory, and drops the storages.
@@ -320,20 +262,32 @@ class HostPort:
             found.append(digest_array(np.ascontiguousarray(values), piece.box, piece.shape))
         return Done(found)
 
-    def places(self, batch: Batch) -> Sequence[Spot]:
+    def storages(self, batch: Batch) -> Memory:
         """See :class:`Port`."""
-        return [
-            Spot(storage_of(piece.view, self._memory, piece.dtype, self._where), piece.view) for piece in batch.pieces
-        ]
+        for piece in batch.pieces:
+            storage_of(piece.view, self._memory, piece.dtype, self._where)
+        return self._memory
 
     def close(self) -> None:
         """See :class:`Port`."""
         self._memory = {}
 
 
+def bytes_in_place(view: View, memory: Memory) -> Payload:
+    """The bytes of a contiguous view."""
+    storage, (low, high) = memory[view.storage], view.span
+    if isinstance(storage, np.ndarray):
+        return storage[low:high].view(np.uint8)
+    import torch
+
+    return storage.detach()[low:high].view(torch.uint8)
+
+
 def elements(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> Bits:
     """The elements of a view, in place. Raises as :func:`storage_of`."""
-    return _strided(storage_of(view, memory, dtype, where), view)
+    storage = storage_of(view, memory, dtype, where)
+    steps = [step * storage.itemsize for step in view.strides]
+    return np.lib.stride_tricks.as_strided(storage[view.offset :], view.shape, steps)
 
 
 def storage_of(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> Bits:
@@ -351,11 +305,6 @@ def storage_of(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -
     if low < 0 or high > storage.size:
         raise TransferError(f"{view.storage} on {where} has {storage.size} elements; the plan uses {low} to {high}")
     return storage
-
-
-def _strided(storage: Bits, view: View) -> Bits:
-    steps = [step * storage.itemsize for step in view.strides]
-    return np.lib.stride_tricks.as_strided(storage[view.offset :], view.shape, steps)
 
 
 def host_bytes(payload: Payload) -> Bytes:

@@ -7,7 +7,7 @@ base (the module ``delta``). Digests are those of all elements either way. Trans
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
 import numpy as np
@@ -18,7 +18,7 @@ from megatron_patches.refit.memory.delta import Base
 from megatron_patches.refit.memory.loads import Load, LoadKey, Terms, cut_into_loads
 from megatron_patches.refit.memory.packets import Packet, Packing
 from megatron_patches.refit.memory.port_choice import open_port
-from megatron_patches.refit.memory.ports import Batch, Memory, Payload, Shared, Spot, Writing
+from megatron_patches.refit.memory.ports import Batch, Memory, Payload, Shared, Writing
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.planning.plan import Link, Plan
 
@@ -142,9 +142,9 @@ class Sender:
             begin = end
         return found
 
-    def places(self, load: Load) -> Sequence[Spot]:
-        """Where the boxes of a load lie."""
-        return self._port.places(self._batches[load.key])
+    def storages(self, load: Load) -> Memory:
+        """The storages, among which are those of the boxes of a load."""
+        return self._port.storages(self._batches[load.key])
 
     def close(self) -> None:
         """Waits until packing has ended, returns leased memory, and forgets the base."""

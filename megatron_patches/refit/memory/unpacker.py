@@ -29,7 +29,7 @@ from megatron_patches.refit.memory.delta import Base, Delta
 from megatron_patches.refit.memory.loads import Load, LoadKey, Terms, cut_into_loads
 from megatron_patches.refit.memory.packets import Packet, payload_bytes
 from megatron_patches.refit.memory.port_choice import open_port
-from megatron_patches.refit.memory.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Spot
+from megatron_patches.refit.memory.ports import Batch, Done, Memory, Payload, Pending, Piece, Port
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.planning.plan import Link, Plan
 
@@ -102,9 +102,9 @@ class Unpacker:
         if base is not None:
             self._base = self._kept = renewed(self._kept, base, self._port, self._here, self._pool)
 
-    def places(self, load: Load) -> Sequence[Spot]:
-        """Where the boxes of a load belong."""
-        return self._open.places(self._batches[load.key])
+    def storages(self, load: Load) -> Memory:
+        """The storages, among which are those that the boxes of a load belong to."""
+        return self._open.storages(self._batches[load.key])
 
     def accept(self, packet: Packet, payload: Payload) -> Pending[None]:
         """Starts to unpack a packet.
@@ -247,7 +247,7 @@ class Unpacker:
         of_link = Counter(load.key[:2] for load in self._expected.values())
 
         def arrives(home: int) -> tuple[bool, float]:
-            # Links send at the same time. Of each, packed loads may come last: see _send_version of transports/pump.py.
+            # Links send at the same time. Of each, packed loads may come last: see send_version in transports/pump.py.
             return max(
                 ((not load.direct, load.number / of_link[load.key[:2]]) for load in loads_of[home]),
                 default=(False, 0.0),

@@ -16,18 +16,24 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.models import rules
 from megatron_patches.refit.models.config_fields import check_given, count, flag, integer
-from megatron_patches.refit.models.experts import sigmoid_router, sigmoid_router_from_config
 from megatron_patches.refit.models.family import Declaration
 from megatron_patches.refit.models.hf_refusals import (
-    activation_name,
     attention_refusals,
+    gated_silu_refusals,
     norm_refusals,
     sigmoid_router_refusals,
     vocabulary_refusals,
 )
 from megatron_patches.refit.models.llama import LlamaFamily, common_config, traits_from_config
 from megatron_patches.refit.models.params import TpDim, Weight, alike, feed_forward, mtp_parts
-from megatron_patches.refit.models.traits import LatentTraits, ModelTraits, RouterTraits, common_traits
+from megatron_patches.refit.models.traits import (
+    LatentTraits,
+    ModelTraits,
+    RouterTraits,
+    common_traits,
+    sigmoid_router,
+    sigmoid_router_from_config,
+)
 from megatron_patches.refit.models.yarn import yarn_entry, yarn_from_config, yarn_from_megatron, yarn_refusals
 
 if TYPE_CHECKING:
@@ -139,13 +145,10 @@ def _claims(model: torch.nn.Module) -> bool:
 
 
 def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
-    from torch.nn import functional
-
     config: Any = model.config
     yield from norm_refusals(config)
     yield from vocabulary_refusals(model, vocab_size)
-    if not config.gated_linear_unit or config.activation_func is not functional.silu:
-        yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
+    yield from gated_silu_refusals(config)
     if not config.qk_layernorm:
         yield "its compressed query and key have no norms; train with --qk-layernorm"
     yield from yarn_refusals(config)

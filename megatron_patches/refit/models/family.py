@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_patches.refit.errors import UnmappedParameterError
 from megatron_patches.refit.models import rules
-from megatron_patches.refit.models.experts import expert_pieces, expert_shapes
-from megatron_patches.refit.models.params import Param, TpDim, Weight
+from megatron_patches.refit.models.params import TpDim, Weight, two_layers
 from megatron_patches.refit.models.shard import ParamShard, RowSpan
 from megatron_patches.refit.models.traits import ModelTraits
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.mtp_model_layer\.(?:layers\.(\d+)\.)?(.+)")
+# One module per expert (SequentialMLP), or one weight per expert in a grouped module (TEGroupedMLP). Numbers are those
+# of the whole model.
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))")
 
 
 class ModelFamily(ABC):
@@ -102,11 +105,9 @@ class ModelFamily(ABC):
             weights, prefix = list(self.outer()), ""
         else:
             prefix = self.prefix(layer)
-            if self.traits.has_experts(layer):  # first, because there are many
-                experts = prefix + self.feed_forward + "experts."
-                found = expert_pieces(shard, name, experts, self.traits.num_experts, self.gated)
-                if found is not None:
-                    return found
+            match = _EXPERT.fullmatch(name) if self.traits.has_experts(layer) else None
+            if match is not None and (expert := int(match[1] or match[4])) < self.traits.num_experts:
+                return self.expert_weights[match[2] or match[3]].pieces(shard, self._expert_prefix(layer, expert))
             weights = [*self.weights(layer, False), *self.weights(layer, True)]
         for weight in weights:
             if weight.name == name:
@@ -116,18 +117,12 @@ class ModelFamily(ABC):
             f"{shard.shape}; add it to the family's mapping, or train without the feature that it belongs to"
         )
 
-    def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
-        """Parameters of a layer, except those of routed experts, by name within it."""
-        for weight in self.weights(layer, fused_norms):
-            yield weight.param
-
-    def expert_params(self) -> Sequence[Param]:
-        """Parameters of one routed expert, by name within it."""
-        t, stacked = self.traits, 2 if self.gated else 1
-        return (
-            Param("linear_fc1", (stacked * t.moe_ffn_hidden_size, t.expert_hidden_size), 0, expert=True),
-            Param("linear_fc2", (t.expert_hidden_size, t.moe_ffn_hidden_size), 1, expert=True),
-        )
+    @cached_property
+    def expert_weights(self) -> Mapping[str, Weight]:
+        """The weights of one routed expert, by names within it, which are those of its tensors, too."""
+        t = self.traits
+        layers = two_layers("", "", t.expert_hidden_size, t.moe_ffn_hidden_size, gated=self.gated, bias=False)
+        return {weight.name: replace(weight, expert=True) for weight in layers}
 
     def tp_dims(self, fused_norms: bool) -> Iterator[TpDim]:  # noqa: ARG002 - unused: other families need it
         """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
@@ -160,13 +155,19 @@ class ModelFamily(ABC):
                 return t.num_layers + number * self._mtp_width + inner, match[3]
         return None, name
 
+    def _expert_prefix(self, layer: int, expert: int) -> str:
+        """Prefix of the names of an expert's tensors."""
+        return f"{self.prefix(layer)}{self.feed_forward}experts.{expert}."
+
     def _layer_shapes(self, layer: int) -> Mapping[str, tuple[int, ...]]:
-        t, prefix = self.traits, self.prefix(layer)
+        prefix = self.prefix(layer)
         tensors = (item for weight in self.weights(layer, fused_norms=False) for item in weight.tensors.items())
         shapes = {prefix + name: shape for name, shape in tensors}
-        if t.has_experts(layer):
-            experts = prefix + self.feed_forward + "experts."
-            shapes |= expert_shapes(experts, t.num_experts, t.expert_hidden_size, t.moe_ffn_hidden_size, self.gated)
+        if self.traits.has_experts(layer):
+            of_one = [item for weight in self.expert_weights.values() for item in weight.tensors.items()]
+            for expert in range(self.traits.num_experts):
+                prefix = self._expert_prefix(layer, expert)
+                shapes |= {prefix + name: shape for name, shape in of_one}
         return shapes
 
 

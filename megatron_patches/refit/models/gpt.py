@@ -9,7 +9,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.models.hf_refusals import activation_name, attention_refusals, vocabulary_refusals
+from megatron_patches.refit.models.hf_refusals import (
+    attention_refusals,
+    gated_silu_refusals,
+    norm_refusals,
+    vocabulary_refusals,
+)
 from megatron_patches.refit.models.traits import ModelTraits, common_traits
 from megatron_patches.refit.models.yarn import gpt_yarn_from_megatron, gpt_yarn_refusals
 
@@ -28,20 +33,14 @@ def may_be_gpt(model: torch.nn.Module) -> bool:
 
 def gpt_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
     """One clause per feature without a counterpart, except experts and norms on query and key."""
-    from torch.nn import functional
-
     config: Any = model.config
     if not hasattr(model, "decoder") or not hasattr(model, "share_embeddings_and_output_weights"):
         yield f"{type(model).__name__} is not a GPTModel"
         return
     if config.mtp_num_layers:
         yield f"it has {config.mtp_num_layers} multi-token prediction layers (--mtp-num-layers)"
-    if config.normalization != "RMSNorm":
-        yield f"its norms are {config.normalization}; train with --normalization RMSNorm"
-    if config.layernorm_zero_centered_gamma:
-        yield "its norm weights are centred at zero (--apply-layernorm-1p)"
-    if not config.gated_linear_unit or config.activation_func is not functional.silu:
-        yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
+    yield from norm_refusals(config, biases=True)
+    yield from gated_silu_refusals(config)
     if model.position_embedding_type not in ("rope", "yarn"):
         yield f"its positions are {model.position_embedding_type!r}; train with --position-embedding-type rope or yarn"
     else:

@@ -75,14 +75,22 @@ def sigmoid_router_refusals(config: Any, *, latent: bool = False) -> Iterator[st
     yield from expert_refusals(config, latent=latent)
 
 
-def norm_refusals(config: Any) -> Iterator[str]:
-    """One clause per difference from plain RMSNorm without biases."""
+def norm_refusals(config: Any, *, biases: bool = False) -> Iterator[str]:
+    """One clause per difference from plain RMSNorm, and one for biases unless the architecture has them."""
     if config.normalization != "RMSNorm":
         yield f"its norms are {config.normalization}; train with --normalization RMSNorm"
     if config.layernorm_zero_centered_gamma:
         yield "its norm weights are centred at zero (--apply-layernorm-1p)"
-    if config.add_bias_linear or config.add_qkv_bias:
+    if not biases and (config.add_bias_linear or config.add_qkv_bias):
         yield "it has biases on linear layers; train with --disable-bias-linear and without --add-qkv-bias"
+
+
+def gated_silu_refusals(config: Any) -> Iterator[str]:
+    """A clause if the feed-forward is not a gated SiLU."""
+    from torch.nn import functional
+
+    if not config.gated_linear_unit or config.activation_func is not functional.silu:
+        yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
 
 
 def activation_name(config: Any) -> str:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.models import rules
 from megatron_patches.refit.models.config_fields import check_given, count, flag, integer, number
-from megatron_patches.refit.models.experts import sigmoid_router, sigmoid_router_from_config
 from megatron_patches.refit.models.family import Declaration, ModelFamily
 from megatron_patches.refit.models.hf_refusals import (
     activation_name,
@@ -32,7 +31,14 @@ from megatron_patches.refit.models.hf_refusals import (
 from megatron_patches.refit.models.llama import traits_from_config
 from megatron_patches.refit.models.params import TpDim, Weight, alike, attention, feed_forward, mtp_parts
 from megatron_patches.refit.models.shard import ParamShard, RowSpan
-from megatron_patches.refit.models.traits import MambaTraits, ModelTraits, RouterTraits, common_traits
+from megatron_patches.refit.models.traits import (
+    MambaTraits,
+    ModelTraits,
+    RouterTraits,
+    common_traits,
+    sigmoid_router,
+    sigmoid_router_from_config,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.models.family import ModelFamily
 from megatron_patches.refit.models.mesh import TrainerMesh, TrainerRank
-from megatron_patches.refit.models.params import Param
+from megatron_patches.refit.models.params import Weight
 from megatron_patches.refit.models.shard import ParamShard, placements
 from megatron_patches.refit.models.traits import ModelTraits
 
@@ -27,16 +27,14 @@ class TrainerOptions:
         dtype: dtype of every parameter.
         vocab_multiple: Megatron's ``--make-vocab-size-divisible-by``.
         pad_for_alignment: multiple to which the rows of a shard are padded, as in ``EtpConfig``.
-        fused_norms: whether layers are Transformer Engine's: norms lie inside the linear layer that follows, and the
-            down projections of multi-latent attention are replicated, not cut.
-        grouped_experts: whether a rank's experts are one grouped module, not one module each.
+        transformer_engine: whether layers are Transformer Engine's: norms lie inside the linear layer that follows, a
+            rank's experts are one grouped module, and the down projections of multi-latent attention are not cut.
     """
 
     dtype: str = "bfloat16"
     vocab_multiple: int = 128
     pad_for_alignment: int = 16
-    fused_norms: bool = False
-    grouped_experts: bool = False
+    transformer_engine: bool = False
 
 
 def trainer_manifest(
@@ -76,17 +74,15 @@ def param_shards(
     for chunk in range(mesh.vpp):
         first, last = chunk == 0 and where.pp == 0, chunk == mesh.vpp - 1 and where.pp == mesh.pp - 1
         offset = chunk * sum(chunks) + sum(chunks[: where.pp])
-        found: list[tuple[Param, str]] = [
-            (param, param.name) for param in _outer_params(family, mesh, options, first, last)
-        ]
+        found = [(weight, weight.name) for weight in _outer_weights(family, mesh, options, first, last)]
         for layer in range(chunks[where.pp]):
-            for param, name in _layer_params(family, mesh, where, options, offset + layer):
-                local = replace(param, name=f"decoder.layers.{layer}.{param.name}")
+            for weight, name in _layer_weights(family, mesh, where, options, offset + layer):
+                local = replace(weight, name=f"decoder.layers.{layer}.{weight.name}")
                 found.append((local, f"decoder.layers.{offset + layer}.{name}"))
         if last:
-            found.extend(_mtp_params(family, mesh, where, options))
-        for param, name in found:
-            yield _shard(param, name, f"chunk{chunk}.{param.name}", mesh, where, options)
+            found.extend(_mtp_weights(family, mesh, where, options))
+        for weight, name in found:
+            yield _shard(weight, name, f"chunk{chunk}.{weight.name}", mesh, where, options)
 
 
 def _stage_layers(traits: ModelTraits, mesh: TrainerMesh) -> list[int]:
@@ -96,33 +92,34 @@ def _stage_layers(traits: ModelTraits, mesh: TrainerMesh) -> list[int]:
         raise UnsupportedModelError(str(error)) from error
 
 
-def _outer_params(
+def _outer_weights(
     family: ModelFamily, mesh: TrainerMesh, options: TrainerOptions, first: bool, last: bool
-) -> Iterator[Param]:
+) -> Iterator[Weight]:
+    """Embedding and output layer, with their padding, and the norm between them."""
     traits = family.traits
     multiple = options.vocab_multiple * mesh.tp
     table = (-(-traits.vocab_size // multiple) * multiple, traits.hidden_size)
     if first or (last and traits.mtp_layers):
-        yield Param("embedding.word_embeddings.weight", table, 0)
+        yield Weight("embedding.word_embeddings.weight", table, {}, 0)
     if last:
-        yield Param(family.final_norm, (traits.hidden_size,))
+        yield Weight(family.final_norm, (traits.hidden_size,), {})
         if not (first and traits.tied_embeddings):  # if tied, the first and the last stage each keep the table
-            yield Param("output_layer.weight", table, 0)
+            yield Weight("output_layer.weight", table, {}, 0)
 
 
-def _mtp_params(
+def _mtp_weights(
     family: ModelFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
-) -> Iterator[tuple[Param, str]]:
+) -> Iterator[tuple[Weight, str]]:
     """Multi-token prediction layers. Megatron keeps them on the last stage, together with the embedding."""
     for number in range(family.traits.mtp_layers):
         prefix = f"mtp.layers.{number}."
         for weight in family.outer():
             if weight.name.startswith(prefix):
-                yield weight.param, weight.name
+                yield weight, weight.name
         prefix += "mtp_model_layer."
         for inner, layer in _mtp_inner_layers(family.traits, number):
-            for param, name in _layer_params(family, mesh, where, options, layer):
-                yield replace(param, name=prefix + inner + param.name), prefix + inner + name
+            for weight, name in _layer_weights(family, mesh, where, options, layer):
+                yield replace(weight, name=prefix + inner + weight.name), prefix + inner + name
 
 
 def _mtp_inner_layers(traits: ModelTraits, number: int) -> Iterator[tuple[str, int]]:
@@ -135,35 +132,32 @@ def _mtp_inner_layers(traits: ModelTraits, number: int) -> Iterator[tuple[str, i
         yield f"layers.{index}.", traits.num_layers + number * width + index
 
 
-def _layer_params(
+def _layer_weights(
     family: ModelFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions, layer: int
-) -> Iterator[tuple[Param, str]]:
-    """Parameters of a layer, each with its name with global expert numbers."""
-    for param in family.layer_params(layer, options.fused_norms):
-        yield param, param.name
+) -> Iterator[tuple[Weight, str]]:
+    """Weights of a layer, each with its name with global expert numbers."""
+    for weight in family.weights(layer, options.transformer_engine):
+        yield weight, weight.name
     if not family.traits.has_experts(layer):
         return
     local = family.traits.num_experts // mesh.ep
     for index in range(local):
         number = where.ep * local + index
-        for param in family.expert_params():
-            grouped, sequential = (
-                f"mlp.experts.{param.name}.weight{{}}",
-                f"mlp.experts.local_experts.{{}}.{param.name}.weight",
-            )
-            pattern = grouped if options.grouped_experts else sequential
-            yield replace(param, name=pattern.format(index)), pattern.format(number)
+        for weight in family.expert_weights.values():
+            grouped, sequential = f"mlp.experts.{weight.name}{{}}", f"mlp.experts.local_experts.{{}}.{weight.name}"
+            pattern = grouped if options.transformer_engine else sequential
+            yield replace(weight, name=pattern.format(index)), pattern.format(number)
 
 
 def _shard(
-    param: Param, name: str, storage: str, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
+    weight: Weight, name: str, storage: str, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
 ) -> ParamShard:
-    """Cuts a parameter by tensor parallelism, then its rows over the shard group."""
-    tp_rank, tp_size = (where.expert_tp, mesh.expert_tp) if param.expert else (where.tp, mesh.tp)
-    etp_rank, etp_size = (where.expert_etp, mesh.expert_etp) if param.expert else (where.etp, mesh.etp)
-    shape = tuple(size // tp_size if dim == param.dim else size for dim, size in enumerate(param.shape))
+    """Cuts a weight by tensor parallelism, then its rows over the shard group."""
+    tp_rank, tp_size = (where.expert_tp, mesh.expert_tp) if weight.expert else (where.tp, mesh.tp)
+    etp_rank, etp_size = (where.expert_etp, mesh.expert_etp) if weight.expert else (where.etp, mesh.etp)
+    shape = tuple(size // tp_size if dim == weight.dim else size for dim, size in enumerate(weight.shape))
     rows, held = (0, shape[0]), shape
-    if param.sharded and etp_size > 1:
+    if weight.sharded and etp_size > 1:
         layout = ShardLayout(shape, etp_size, options.pad_for_alignment)
         rows, held = layout.logical_range(etp_rank), layout.shard_shape
     return ParamShard(
@@ -172,10 +166,10 @@ def _shard(
         shape=shape,
         rows=rows,
         held_shape=held,
-        dtype=param.dtype or options.dtype,
+        dtype=weight.dtype or options.dtype,
         tp_rank=tp_rank,
         tp_size=tp_size,
-        partition_dim=param.dim,
+        partition_dim=weight.dim,
     )
 
 
@@ -191,7 +185,7 @@ def _check_divides(family: ModelFamily, mesh: TrainerMesh, options: TrainerOptio
         cuts.extend(("layers of a stage", count, "vpp", mesh.vpp) for count in _stage_layers(traits, mesh))
     else:
         cuts.append(("num_layers", traits.num_layers, "pp x vpp", mesh.pp * mesh.vpp))
-    cuts.extend((what, size, "tp", mesh.tp) for what, size in family.tp_dims(options.fused_norms))
+    cuts.extend((what, size, "tp", mesh.tp) for what, size in family.tp_dims(options.transformer_engine))
     if traits.mtp_layers:
         cuts.append(("hidden size, for layers that predict further tokens,", traits.hidden_size, "tp", mesh.tp))
     if traits.num_experts:

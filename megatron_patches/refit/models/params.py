@@ -11,30 +11,6 @@ from megatron_patches.refit.models.traits import ModelTraits
 
 
 @dataclass(frozen=True, slots=True)
-class Param:
-    """One parameter: its name within its module, its shape before any cut, and the cuts.
-
-    Attributes:
-        name: Megatron's name.
-        shape: shape before tensor parallelism.
-        dim: dimension that tensor parallelism cuts; None for none.
-        expert: whether it belongs to a routed expert, which has its own parallel axes.
-        dtype: dtype, if it differs from the model's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    expert: bool = False
-    dtype: str | None = None
-
-    @property
-    def sharded(self) -> bool:
-        """Whether ETP cuts its rows: those of linear layers and embeddings, but not of router, norms and biases."""
-        return self.dim is not None and len(self.shape) == 2
-
-
-@dataclass(frozen=True, slots=True)
 class Weight:
     """One parameter, and the tensors of the checkpoint that it holds.
 
@@ -46,6 +22,7 @@ class Weight:
         layout: the function of :mod:`megatron_patches.refit.models.rules` that takes the shard and the tensors' names,
             if it is not the one for ``dim``.
         dtype: dtype, if it differs from the model's.
+        expert: whether it belongs to a routed expert, which has its own parallel axes.
     """
 
     name: str
@@ -54,11 +31,12 @@ class Weight:
     dim: int | None = None
     layout: Callable[..., Sequence[RowSpan]] | None = None
     dtype: str | None = None
+    expert: bool = False
 
     @property
-    def param(self) -> Param:
-        """The parameter."""
-        return Param(self.name, self.shape, self.dim, dtype=self.dtype)
+    def sharded(self) -> bool:
+        """Whether ETP cuts its rows: those of linear layers and embeddings, but not of router, norms and biases."""
+        return self.dim is not None and len(self.shape) == 2
 
     def pieces(self, shard: ParamShard, prefix: str = "") -> Sequence[RowSpan]:
         """Which boxes of the tensors, whose full names begin with ``prefix``, a shard of the parameter holds."""
@@ -130,7 +108,7 @@ def feed_forward(
     fused = fused_norms and not experts
     yield alike("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight", norm, hidden)
     if not experts:
-        yield from _two_layers("mlp.", theirs, t, t.ffn_hidden_size, gated)
+        yield from two_layers("mlp.", theirs, t.hidden_size, t.ffn_hidden_size, gated=gated, bias=t.linear_bias)
         return
     yield alike("mlp.router.weight", theirs + "gate.weight", (t.num_experts, *hidden))
     if t.router_bias:
@@ -140,12 +118,23 @@ def feed_forward(
         for name, shape in (("fc1", (t.moe_latent_size, *hidden)), ("fc2", (*hidden, t.moe_latent_size))):
             yield alike(f"mlp.{name}_latent_proj.weight", f"{theirs}{name}_latent_proj.weight", shape)
     if t.shared_ffn_hidden_size:
-        yield from _two_layers("mlp.shared_experts.", theirs + "shared_experts.", t, t.shared_ffn_hidden_size, gated)
+        shared = "shared_experts."
+        yield from two_layers(
+            f"mlp.{shared}", theirs + shared, t.hidden_size, t.shared_ffn_hidden_size, gated=gated, bias=t.linear_bias
+        )
 
 
-def _two_layers(mine: str, theirs: str, traits: ModelTraits, width: int, gated: bool) -> Iterator[Weight]:
-    """The linear layers of a feed-forward."""
-    hidden, bias = traits.hidden_size, traits.linear_bias
+def two_layers(mine: str, theirs: str, hidden: int, width: int, *, gated: bool, bias: bool) -> Iterator[Weight]:
+    """The linear layers of a feed-forward, or of an expert.
+
+    Args:
+        mine: prefix of the parameters' names.
+        theirs: prefix of the tensors' names.
+        hidden: width of the input and the output.
+        width: width between the layers.
+        gated: whether the first one is gate and up projection.
+        bias: whether both have biases.
+    """
     first = ("gate_proj", "up_proj") if gated else ("up_proj",)
     for kind, rest in _kinds(hidden, bias):
         tensors = {f"{theirs}{name}.{kind}": (width, *rest) for name in first}

@@ -59,6 +59,11 @@ class ParamShard:
         """Number of elements in one row."""
         return math.prod(self.shape[1:])
 
+    @property
+    def form(self) -> str:
+        """Dtype and shape in memory, for messages."""
+        return f"{self.dtype} {self.held_shape}"
+
     def as_storage(self) -> Storage:
         """The memory that holds the shard. Everything after its logical rows is padding."""
         return Storage(

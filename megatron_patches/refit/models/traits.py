@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.models.config_fields import integer, number
 
 if TYPE_CHECKING:
     import torch
@@ -216,6 +217,28 @@ def common_traits(model: torch.nn.Module, vocab_size: int) -> dict[str, Any]:
         "norm_eps": config.layernorm_epsilon,
         "init_std": config.init_method_std,
     }
+
+
+def sigmoid_router(config: Any) -> RouterTraits:
+    """Traits of a router with sigmoid scores, from Megatron's configuration."""
+    return RouterTraits(
+        groups=config.moe_router_num_groups or 1,
+        groups_per_token=config.moe_router_group_topk or 1,
+        scaling=float(config.moe_router_topk_scaling_factor or 1.0),
+    )
+
+
+def sigmoid_router_from_config(config: Mapping[str, object]) -> RouterTraits:
+    """The same from a ``config.json``.
+
+    Raises:
+        UnsupportedModelError: if a field is invalid.
+    """
+    return RouterTraits(
+        groups=integer(config, "n_group", 1),
+        groups_per_token=integer(config, "topk_group", 1),
+        scaling=number(config, "routed_scaling_factor", 1.0),
+    )
 
 
 def check_ranks_agree(found: Sequence[tuple[str, ModelTraits]], kind: type[RefitError]) -> None:

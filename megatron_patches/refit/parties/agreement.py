@@ -10,7 +10,6 @@ from megatron_patches.refit.control.messages import (
     Asked,
     Held,
     Model,
-    ModelAnswer,
     Orders,
     Overlap,
     Registered,
@@ -24,7 +23,6 @@ from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, plan_for
 from megatron_patches.refit.planning.proof import prove_with
 from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
-from megatron_patches.refit.planning.tensors import unfold_tensors
 from megatron_patches.refit.planning.transfers import Moves
 
 
@@ -50,12 +48,10 @@ class Agreed:
     Attributes:
         plan: this party's part.
         digest: of the plans of all destinations together, as hexadecimal digits.
-        nbytes: bytes written by the plans of all destinations.
     """
 
     plan: Plan
     digest: str
-    nbytes: int
 
 
 def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[], None] = lambda: None) -> Agreed:
@@ -76,10 +72,10 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
         found.append(holder_of(described.manifest).layout)
         return registered(described, found[0])
 
-    model = assembly.exchange(Step.DESCRIBING, ModelAnswer, describe)
+    model = assembly.exchange(Step.DESCRIBING, Model, describe)
     told()
     assembly.exchange(Step.RECORDING, Overlap, lambda: Wanted(()))
-    orders = assembly.exchange(Step.PLANNING, Orders[list[Request]], lambda: Asked({}, "", {}))
+    orders = assembly.exchange(Step.PLANNING, Orders[list[Request]], lambda: Asked({}, ""))
     plans: list[Plan] = []
 
     def check() -> None:
@@ -87,10 +83,10 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
         for destination, requests in orders.requests:
             check_requests(requests, found[0], assembly.party, destination)
             moves += moves_of(requests, found[0], assembly.party, destination)
-        plans.append(Plan(model.tensors, tuple(moves), PartOf("source", assembly.party)))
+        plans.append(Plan(model.grids, tuple(moves), PartOf("source", assembly.party)))
 
     assembly.exchange(Step.CHECKING, type(None), check)
-    return Agreed(plans[0], orders.digest, orders.nbytes)
+    return Agreed(plans[0], orders.digest)
 
 
 def agree_as_destination(
@@ -106,25 +102,25 @@ def agree_as_destination(
     Raises:
         RefitError: on all parties, if any failed, or no plan covers what is wanted.
     """
-    told = assembly.exchange(Step.DESCRIBING, ModelAnswer, lambda: None)
+    model = assembly.exchange(Step.DESCRIBING, Model, lambda: None)
     recorded: list[Receiver] = []
 
     def record() -> Wanted:
-        recorded.append(receiver_of(wanted(Model(told.config, unfold_tensors(told.tensors)))))
+        recorded.append(receiver_of(wanted(model)))
         return Wanted(tuple(template.region for template in recorded[0].layout.templates), cannot_send())
 
     overlap = assembly.exchange(Step.RECORDING, Overlap, record)
     plans: list[Plan] = []
 
     def plan() -> Asked[list[Request]]:
-        options = PlanOptions(allow_narrowing=told.allow_narrowing)
+        options = PlanOptions(allow_narrowing=model.allow_narrowing)
         holders = [Holder(rank, host, overlap.layouts[number]) for rank, host, number in overlap.holders]
-        own, asked = plan_for(told.tensors, SourceIndex(holders), recorded[0], options)
+        own, asked = plan_for(model.grids, SourceIndex(holders), recorded[0], options)
         prove_with(own, holders, recorded, options)
         plans.append(own)
         requests = {source: list(of_source) for source, of_source in asked.items()}
-        return Asked(requests, own.digest, own.bytes_by_source())
+        return Asked(requests, own.digest)
 
     orders = assembly.exchange(Step.PLANNING, Orders[list[Request]], plan)
     assembly.exchange(Step.CHECKING, type(None), lambda: None)
-    return Agreed(plans[0], orders.digest, orders.nbytes)
+    return Agreed(plans[0], orders.digest)

@@ -16,7 +16,7 @@ import msgspec
 from megatron_patches.refit.control.messages import (
     Asked,
     Held,
-    ModelAnswer,
+    Model,
     Moved,
     Orders,
     Overlap,
@@ -86,7 +86,7 @@ class Registry:
         self._index = OverlapIndex(holders)
         first = held[0]
         tensors = agree(first.tensors, holders, partial=first.partial)
-        return [_encode(ModelAnswer(first.config, tensors, first.allow_narrowing))] * len(payloads)
+        return [_encode(Model(first.config, tensors, first.allow_narrowing))] * len(payloads)
 
     def _overlaps(self, payloads: list[bytes]) -> list[bytes]:
         """For each destination, the layouts that overlap what it wants; computed once where several want the same."""
@@ -106,11 +106,10 @@ class Registry:
         return Overlap(*self._index.overlapping(wanted.regions))
 
     def _orders(self, payloads: list[bytes]) -> list[bytes]:
-        """For each source, the requests to it; for every party, the digest and the bytes of all plans together."""
+        """For each source, the requests to it; for every party, the digest of all plans together."""
         asked = [decode(payload, Asked[msgspec.Raw]) for payload in payloads]
         content = hashlib.sha256("".join(part.digest for part in asked).encode()).hexdigest()
-        nbytes = sum(sum(part.nbytes.values()) for part in asked)
-        orders = [Orders[msgspec.Raw]([], content, nbytes) for _ in payloads]
+        orders = [Orders[msgspec.Raw]([], content) for _ in payloads]
         self._peers.clear()
         for destination, part in enumerate(asked[self._sources :]):
             for source, requests in part.requests.items():

@@ -8,7 +8,7 @@ from operator import gt, le
 
 import msgspec
 
-from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.errors import RefitError, first_of
 from megatron_patches.refit.layout.boxes import Box, TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.planning.grids import (
@@ -122,11 +122,7 @@ def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder], *, partial: 
         join_name(pattern, numbers) for pattern, named in shapes.items() for numbers in named.keys() - known[pattern]
     ]
     if missing and not partial:
-        missing.sort()
-        raise RefitError(
-            f"no rank holds {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; "
-            "the model and its configuration disagree"
-        )
+        raise RefitError(f"no rank holds {first_of(sorted(missing))}; the model and its configuration disagree")
     return _fold(
         (pattern, numbers, shape, known[pattern][numbers][0])
         for pattern, named in shapes.items()

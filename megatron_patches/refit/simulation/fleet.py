@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from msgspec.msgpack import decode, encode
 
-from megatron_patches.refit.control.messages import Asked, Held, ModelAnswer, Overlap, Step, Wanted
+from megatron_patches.refit.control.messages import Asked, Held, Model, Overlap, Step, Wanted
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory.loads import Reach
 from megatron_patches.refit.parties.choosing import Locality
@@ -82,9 +82,9 @@ class Fleet:
         self.model = self.tell(Step.DESCRIBING, parts)[0]
 
     @property
-    def told(self) -> ModelAnswer:
+    def told(self) -> Model:
         """:attr:`model`, decoded."""
-        return decode(self.model, type=ModelAnswer)
+        return decode(self.model, type=Model)
 
     def held(self, rank: int) -> Held:
         """What a source registers."""
@@ -133,7 +133,7 @@ class Fleet:
 
     def orders(self, asked: Sequence[bytes]) -> list[bytes]:
         """The encoded orders for each trainer rank, given the engine workers' requests in order."""
-        parts = [encode(Asked[list[Request]]({}, "", {}))] * self.sides.trainer.size
+        parts = [encode(Asked[list[Request]]({}, ""))] * self.sides.trainer.size
         return self.tell(Step.PLANNING, [*parts, *asked])[: self.sides.trainer.size]
 
     def connect(self, workers: int) -> list[bytes]:
@@ -189,5 +189,4 @@ def holders_in(overlap: bytes) -> list[Holder]:
 
 def asked_bytes(requests: Mapping[int, list[Request]]) -> bytes:
     """A destination's encoded requests. The digest is a placeholder of the same length."""
-    nbytes = {source: sum(request.nbytes for request in found) for source, found in requests.items()}
-    return encode(Asked(dict(requests), "0" * 64, nbytes))
+    return encode(Asked(dict(requests), "0" * 64))

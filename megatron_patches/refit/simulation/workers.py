@@ -82,7 +82,7 @@ def run_destination(fleet: Fleet, rank: int, overlap: bytes, offers: bytes) -> W
     Raises:
         RefitError: if no plan covers what it wants.
     """
-    party, orders = fleet.sides.trainer.size + rank, encode(Orders[list[Request]]([], "", 0))
+    party, orders = fleet.sides.trainer.size + rank, encode(Orders[list[Request]]([], ""))
     steps = SimulatedSteps(party, _answers(fleet, overlap, orders, offers))
     agreed = agree_as_destination(steps, lambda _model: fleet.sides.wanted_by(rank))
     asked = decode(steps.sent[Step.PLANNING], type=Asked[list[Request]])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.memory.ports import FlatMemory
-from megatron_patches.refit.source.modules import ModuleSource, config_of, plain_path, unwrapped_module
+from megatron_patches.refit.source.live_memory import LiveTensor
+from megatron_patches.refit.source.modules import HeldBlock, ModuleSource, config_of, plain_path, unwrapped_module
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +68,9 @@ class AdapterSource(ModuleSource):
         self._read_scales()
         return super().look_up()
 
-    def _describe(self) -> None:
+    def _described(self) -> list[LiveTensor[HeldBlock]]:
         self._read_scales()
-        super()._describe()
+        return super()._described()
 
     def _read_scales(self) -> None:
         for name, layer in self._layers():

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.models.shard import ParamShard
+from megatron_patches.refit.source.live_memory import LiveTensor
 
 if TYPE_CHECKING:
     import torch
@@ -46,45 +46,6 @@ class RowShardedWeight(Protocol):
     group: ProcessGroup
 
 
-@dataclass(frozen=True, slots=True)
-class LiveShard:
-    """A described parameter and its memory.
-
-    Attributes:
-        shard: the description.
-        tensor: the parameter or buffer.
-        dtype: its dtype.
-    """
-
-    shard: ParamShard
-    tensor: torch.Tensor
-    dtype: torch.dtype
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """Its current elements, padding included: a one-dimensional tensor that shares their memory.
-
-        Raises:
-            RefitError: if it has no memory now.
-        """
-        return flat_memory(self.shard.name, self.tensor.data)
-
-
-def flat_memory(name: str, data: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor, as a one-dimensional tensor that shares their memory.
-
-    Raises:
-        RefitError: if they have no memory now; with ``name``.
-    """
-    memory = data.view(-1)
-    if (memory.storage_offset() + memory.numel()) * memory.element_size() > memory.untyped_storage().nbytes():
-        raise RefitError(
-            f"{name} has no memory now: something, such as what moves weights to the host between two phases, has let "
-            "go of it; bring it back before a push"
-        )
-    return memory
-
-
 def unwrapped_chunk(chunk: torch.nn.Module) -> torch.nn.Module:
     """The GPTModel inside wrappers such as DDP and Float16Module, which all keep it as ``module``."""
     import torch
@@ -94,7 +55,9 @@ def unwrapped_chunk(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | None = None) -> Iterator[LiveShard]:
+def describe_model(
+    chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | None = None
+) -> Iterator[LiveTensor[ParamShard]]:
     """Describes every parameter of this rank's model chunks, and every buffer that a checkpoint keeps.
 
     Experts are named by their number in the whole model, and cut by expert tensor parallelism.
@@ -141,21 +104,7 @@ def float32_keepers(model: torch.nn.Module) -> list[Callable[[], None]]:
     return [restore for restore in asked if restore is not None]
 
 
-def held_tensors(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    """Every parameter and persistent buffer, once per module that has it; fast, and in a fixed order."""
-    found: list[torch.Tensor | None] = []
-    left = [model]
-    while left:
-        module = left.pop()
-        found.extend(module._parameters.values())
-        found.extend(
-            buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
-        )
-        left.extend(child for child in module._modules.values() if child is not None)
-    return found
-
-
-def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGroup | None) -> LiveShard:
+def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGroup | None) -> LiveTensor[ParamShard]:
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -196,7 +145,7 @@ def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGro
         tp_size=tp_group.size() if tp_group is not None else 1,
         partition_dim=int(getattr(param, "partition_dim", -1)) if cut else None,
     )
-    return LiveShard(shard, param, param.dtype)
+    return LiveTensor(shard, param, param.dtype)
 
 
 def _global_name(model: torch.nn.Module, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_patches.refit.layout.boxes import Box, View
-from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.manifest import Placement, Storage
 
 if TYPE_CHECKING:
     from megatron_patches.refit.control.messages import Held
@@ -56,13 +56,8 @@ class KVScaleSource:
         placements = (
             Placement(Box(name, (0,), (1,)), View(_STORAGE, place, (1,), (1,))) for place, name in enumerate(names)
         )
-        manifest = Manifest(
-            held.manifest.rank,
-            held.manifest.host,
-            (*held.manifest.storages, storage),
-            (*held.manifest.placements, *placements),
-        )
-        return replace(held, shapes={**held.shapes, **dict.fromkeys(names, (1,))}, manifest=manifest)
+        shapes = {**held.shapes, **dict.fromkeys(names, (1,))}
+        return replace(held, shapes=shapes, manifest=held.manifest.with_more([storage], placements))
 
     def settle(self) -> None:
         """Settles the other source, and takes over the scales that :attr:`values` has now."""

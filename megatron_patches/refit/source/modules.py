@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
 from megatron_patches.refit.layout.dtypes import ITEMSIZE
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.memory.ports import FlatMemory
-from megatron_patches.refit.source.describe import RowShardedWeight, flat_memory, held_tensors
-from megatron_patches.refit.source.live import memory_of
+from megatron_patches.refit.source.describe import RowShardedWeight
+from megatron_patches.refit.source.live_memory import LiveMemory, LiveTensor, local_elements
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # of torch.compile and checkpoint_wrapper
 _OF_PEFT = ".base_layer."  # in the names of weights that have an adapter
-_NAMED = 3  # parameters named in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,17 @@ class HeldBlock:
     dtype: str
 
     @property
-    def storage(self) -> Storage:
-        """Its memory. Everything after the block is padding."""
+    def storage(self) -> str:
+        """Name of its memory; empty if the rank holds nothing."""
+        return self.name if math.prod(self.extent) else ""
+
+    @property
+    def form(self) -> str:
+        """Dtype, and shapes of block and tensor, for messages."""
+        return f"{self.dtype} {self.extent} of {self.shape}"
+
+    def as_storage(self) -> Storage:
+        """The memory. Everything after the block is padding."""
         return Storage(self.name, self.dtype, math.prod(self.held_shape), math.prod(self.extent))
 
     @property
@@ -66,15 +72,7 @@ class HeldBlock:
         )
 
 
-class _Held(NamedTuple):
-    """A described tensor."""
-
-    block: HeldBlock
-    tensor: torch.Tensor
-    dtype: torch.dtype
-
-
-class ModuleSource:
+class ModuleSource(LiveMemory[HeldBlock]):
     """A module's parameters, and the buffers that its ``state_dict()`` has, under the names that they have there.
 
     A tensor with several names has the first. Names of wrappers (DDP, ``torch.compile``, ``checkpoint_wrapper``) are
@@ -89,11 +87,12 @@ class ModuleSource:
         UnsupportedModelError: if the module has no configuration and none is given.
     """
 
+    changed = "the model's tensors are others than when it was described: {}"
+
     def __init__(self, module: torch.nn.Module, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
         self._module = unwrapped_module(module)
         self._config = config_of(self._module) if config is None else dict(config)
-        self._held: list[_Held] = []
-        self._present: list[torch.Tensor | None] = []
 
     @property
     def device(self) -> torch.device:
@@ -110,13 +109,13 @@ class ModuleSource:
             RefitError: naming a tensor whose memory is not contiguous, or that has none.
         """
         self.settle()
-        self._describe()
-        blocks = [one.block for one in self._held]
-        held = [block for block in blocks if math.prod(block.extent)]
+        self.prepare()
+        blocks = [live.shard for live in self.tensors]
+        held = [block for block in blocks if block.storage]
         manifest = Manifest(
             rank,
             socket.gethostname(),
-            tuple(block.storage for block in held),
+            tuple(block.as_storage() for block in held),
             tuple(block.placement for block in held),
         )
         return Held(self._config, {block.name: block.shape for block in blocks}, manifest)
@@ -132,45 +131,21 @@ class ModuleSource:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def look_up(self) -> FlatMemory:
-        """See :class:`megatron_patches.refit.source.weight_source.WeightSource`."""
-        if not self._same():
-            before = [one.block for one in self._held]
-            self._describe()
-            now = [one.block for one in self._held]
-            if now != before:
-                self._present.clear()  # otherwise the next lookup would accept the changed model
-                raise RefitError(f"the model's tensors are others than when it was described: {_changes(before, now)}")
-        return memory_of(
-            (block.name, block.name, flat_memory(block.name, _elements(tensor)))
-            for block, tensor, _ in self._held
-            if math.prod(block.extent)
-        )
+    def _models(self) -> list[torch.nn.Module]:
+        return [self._module]
 
-    def _describe(self) -> None:
-        self._present = held_tensors(self._module)
+    def _described(self) -> list[LiveTensor[HeldBlock]]:
         wrapped = next((name for name, _ in self._named() if _OF_PEFT in name), None)
         if wrapped is not None:
             raise UnsupportedModelError(
                 f"{wrapped} is a weight beside an adapter of PEFT; publish the adapter with AdapterPublisher, or the "
                 "weights of a model into which it is merged for good (merge_and_unload)"
             )
-        self._held = [_Held(describe_tensor(name, tensor), tensor, tensor.dtype) for name, tensor in self._named()]
+        return [LiveTensor(describe_tensor(name, tensor), tensor, tensor.dtype) for name, tensor in self._named()]
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors to publish, and their names."""
         return named_tensors(self._module)
-
-    def _same(self) -> bool:
-        """Whether the description is still valid, whatever the memory: describing again takes longer."""
-        present = held_tensors(self._module)
-        if len(present) != len(self._present) or not all(map(operator.is_, present, self._present)):
-            return False
-        locals_of = ((block, _elements(tensor), dtype) for block, tensor, dtype in self._held)
-        return all(
-            local.shape == block.held_shape and local.dtype is dtype and local.is_contiguous()
-            for block, local, dtype in locals_of
-        )
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -286,18 +261,11 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, RowShardedWeight) and kind not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         raise UnsupportedModelError(f"{name} is of type {kind.__name__}, neither a plain tensor nor a known shard")
-    local = _elements(tensor)
+    local = local_elements(tensor)
     if local.device.type == "meta" or local.layout is not torch.strided:
         what = "on the meta device" if local.device.type == "meta" else f"a tensor of layout {local.layout}"
         raise UnsupportedModelError(f"{name} is {what}, so there is no memory to publish")
     return local
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has this rank's elements of a tensor."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.data
 
 
 def unwrapped_module(module: torch.nn.Module) -> torch.nn.Module:
@@ -343,18 +311,3 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     architecture = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     content: dict[str, Any] = json.loads(config.to_json_string())
     return content | {"architectures": [architecture.__name__]}
-
-
-def _changes(before: list[HeldBlock], now: list[HeldBlock]) -> str:
-    """Which tensors have changed, for a message."""
-    old, new = ({block.name: block for block in blocks} for blocks in (before, now))
-    found = [f"{name} is gone" for name in old.keys() - new.keys()]
-    found += [f"{name} is new" for name in new.keys() - old.keys()]
-    found += [
-        f"{name} was {old[name].dtype} {old[name].extent} of {old[name].shape} and is {new[name].dtype} "
-        f"{new[name].extent} of {new[name].shape}"
-        for name in old.keys() & new.keys()
-        if old[name] != new[name]
-    ]
-    more = len(found) - _NAMED
-    return ", ".join(sorted(found)[:_NAMED]) + (f", and {more} more" if more > 0 else "")

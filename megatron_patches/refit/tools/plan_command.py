@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.config_traits import dtype_of, family_from_config, read_config
@@ -25,6 +25,9 @@ from megatron_patches.refit.simulation.report import LinkSpeeds, Traffic, traffi
 from megatron_patches.refit.simulation.sampling import sample_layers
 from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.target.vllm_layout import EngineMesh
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _ROWS = 16
 """Most rows of a table; the JSON has all."""
@@ -54,13 +57,32 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     verify.add_argument("--max-memory", type=parse_size, default=parse_size("4GiB"), help="most memory to use")
     for command in (plan, verify):
         command.add_argument("--model", type=Path, required=True, help="config.json, or the directory that has it")
-        command.add_argument("--from", dest="trainer", required=True, help="trainer's axes: tp=2,etp=2,pp=2,ep=2,dp=2")
-        command.add_argument("--to", dest="engine", required=True, help="engine's axes: tp=4,ep=4,dp=1")
-        command.add_argument("--ranks-per-host", type=int, default=8, help="on both sides")
-        command.add_argument("--colocated", action="store_true", help="trainer and engine share their hosts")
+        add_cluster_options(command)
         command.add_argument("--within-host", type=parse_size, default=parse_size("450GB"), help="bytes/s of a rank")
-        command.add_argument("--between-hosts", type=parse_size, default=parse_size("50GB"), help="bytes/s of a rank")
         command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_cluster_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of both sides."""
+    command.add_argument("--from", dest="trainer", required=True, help="trainer's axes: tp=2,etp=2,pp=2,ep=2,dp=2")
+    command.add_argument("--to", dest="engine", required=True, help="axes of one engine: tp=4,ep=4,dp=1")
+    command.add_argument("--ranks-per-host", type=int, default=8, help="on both sides")
+    command.add_argument("--colocated", action="store_true", help="trainer and engine share their hosts")
+    command.add_argument("--between-hosts", type=parse_size, default=parse_size("50GB"), help="bytes/s of a rank")
+
+
+def cluster_from(options: argparse.Namespace) -> tuple[TrainerMesh, EngineMesh, Hosts]:
+    """What :func:`add_cluster_options` was given: both meshes, and where their ranks run.
+
+    Raises:
+        RefitError: if a value is invalid.
+    """
+    trainer = of_flag("--from", lambda: trainer_mesh(options.trainer))
+    engine = of_flag("--to", lambda: engine_mesh(options.engine))
+    hosts = of_flag(
+        "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
+    )
+    return trainer, engine, hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +152,10 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
     Raises:
         RefitError: on any user error, with one line that names it.
     """
-    trainer = of_flag("--from", lambda: trainer_mesh(options.trainer))
-    engine = of_flag("--to", lambda: engine_mesh(options.engine))
+    trainer, engine, hosts = cluster_from(options)
     for flag, size in (("--from", trainer.size), ("--to", engine.size)):
         if size > _MOST_RANKS:
             raise RefitError(f"{flag} has {size} ranks; at most {_MOST_RANKS} can be planned for")
-    hosts = of_flag(
-        "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
-    )
     if options.command == "verify" and options.staging < MOST_ELEMENT_BYTES:
         raise RefitError(
             f"--staging is {options.staging}; a packet must hold one element of {MOST_ELEMENT_BYTES} bytes"
@@ -233,23 +251,32 @@ def print_outcome(outcome: PlanOutcome, out: TextIO) -> None:
     for name, value in _summary(outcome):
         summary.add_row(name, value)
     console.print(summary)
-    for title, totals in (("source", traffic.sent), ("destination", traffic.received)):
-        table = Table(title=f"bytes by {title} rank", title_justify="left")
-        table.add_column("rank", justify="right")
-        table.add_column("sent" if title == "source" else "received", justify="right")
-        table.add_column("of the mean", justify="right")
+    for side, moved, totals in (("source", "sent", traffic.sent), ("destination", "received", traffic.received)):
         mean = plan.nbytes / max(1, len(totals))
-        for rank, nbytes in sorted(totals.items(), key=lambda item: (-item[1], item[0]))[:_ROWS]:
-            table.add_row(str(rank), size_text(nbytes), f"{nbytes / mean:.3f}")
-        table.caption = _left_out(len(totals))
-        console.print(table)
-    table = Table(title="bytes by link", title_justify="left", caption=_left_out(len(traffic.links)))
-    for name in ("source", "destination", "sent", "over"):
-        table.add_column(name, justify="right")
-    for link in sorted(traffic.links, key=lambda item: (-item.nbytes, item.source, item.destination))[:_ROWS]:
-        over = "host" if link.within_host else "network"
-        table.add_row(str(link.source), str(link.destination), size_text(link.nbytes), over)
-    console.print(table)
+        largest = sorted(totals.items(), key=lambda item: (-item[1], item[0]))[:_ROWS]
+        rows = [(str(rank), size_text(nbytes), f"{nbytes / mean:.3f}") for rank, nbytes in largest]
+        caption = _left_out(len(totals))
+        console.print(table_of(f"bytes by {side} rank", ("rank", moved, "of the mean"), rows, caption=caption))
+    links = [
+        (str(link.source), str(link.destination), size_text(link.nbytes), "host" if link.within_host else "network")
+        for link in sorted(traffic.links, key=lambda item: (-item.nbytes, item.source, item.destination))[:_ROWS]
+    ]
+    columns, caption = ("source", "destination", "sent", "over"), _left_out(len(traffic.links))
+    console.print(table_of("bytes by link", columns, links, caption=caption))
+
+
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0, caption: str | None = None
+) -> Table:
+    """A table, whose first ``left`` columns are aligned to the left, and others to the right."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption=caption)
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="left" if at < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _summary(outcome: PlanOutcome) -> list[tuple[str, str]]:

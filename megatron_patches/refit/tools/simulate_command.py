@@ -9,18 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.config_traits import dtype_of, family_from_config
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.progress import Progress, shown_progress
-from megatron_patches.refit.simulation.cluster import Hosts, Sides, engine_mesh, trainer_mesh
+from megatron_patches.refit.simulation.cluster import Sides
 from megatron_patches.refit.simulation.live_refusals import check_live
 from megatron_patches.refit.simulation.models import MODELS, known_config
 from megatron_patches.refit.simulation.simulate import SampleSize, SimulatedFanOut, Simulation, WorkerKind, simulate
 from megatron_patches.refit.size_text import parse_size, size_text
-from megatron_patches.refit.tools.plan_command import of_flag
+from megatron_patches.refit.tools.plan_command import add_cluster_options, cluster_from, of_flag, table_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _ROWS = 12
 """Most waves in the table; the JSON has all."""
@@ -37,17 +40,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "missed. Seconds are CPU seconds of one core of this machine.",
     )
     command.add_argument("--model", required=True, help=f"config.json, its directory, or one of {', '.join(MODELS)}")
-    command.add_argument("--from", dest="trainer", required=True, help="trainer's axes: tp=2,etp=2,pp=2,ep=2,dp=2")
-    command.add_argument("--to", dest="engine", required=True, help="axes of one engine: tp=8,ep=8")
+    add_cluster_options(command)
     command.add_argument("--engines", type=int, default=1, help="how many such engines")
     command.add_argument("--replicas", type=int, help="engines to reach in waves; as many as --engines by default")
     command.add_argument("--workers", type=int, default=1, help="of each kind, how many to run")
     command.add_argument(
         "--requests", type=int, default=64, help="plan the requests of so many engine workers at least"
     )
-    command.add_argument("--ranks-per-host", type=int, default=8, help="on both sides")
-    command.add_argument("--colocated", action="store_true", help="trainer and engine share their hosts")
-    command.add_argument("--between-hosts", type=parse_size, default=parse_size("50GB"), help="bytes/s of a rank")
     command.add_argument("--most-seconds", type=float, default=5.0, help="target: of any worker, and of the registry")
     command.add_argument("--most-worker", type=parse_size, default=parse_size("500MB"), help="target: its messages")
     command.add_argument("--most-registry", type=parse_size, default=parse_size("2GB"), help="target: all messages")
@@ -107,11 +106,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     config = known_config(options.model)
     family = family_from_config(config)
     check_live(config, family.architecture)
-    trainer = of_flag("--from", lambda: trainer_mesh(options.trainer))
-    engine = of_flag("--to", lambda: engine_mesh(options.engine))
-    hosts = of_flag(
-        "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
-    )
+    trainer, engine, hosts = cluster_from(options)
     sample = of_flag("--workers, --requests", lambda: SampleSize(workers=options.workers, requests=options.requests))
     sides = of_flag(
         "--engines",
@@ -249,50 +244,28 @@ def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out:
         summary.add_row(name, value)
     console.print(summary)
     for title, columns in _TABLES.items():
-        table = Table(title=title, title_justify="left")
-        table.add_column("kind")
-        for name in columns:
-            table.add_column(name, justify="right")
-        for kind in found.kinds:
-            table.add_row(kind.name, *(text_of(kind) for text_of in columns.values()))
-        console.print(table)
-    table = Table(title="registry, for all", title_justify="left")
-    table.add_column("step")
-    for name in ("seconds", "messages"):
-        table.add_column(name, justify="right")
-    for step, seconds in found.registry_seconds.items():
-        table.add_row(step, f"{seconds:.2f}", size_text(int(found.registry_bytes[step])))
-    console.print(table)
+        kinds = [(kind.name, *(text_of(kind) for text_of in columns.values())) for kind in found.kinds]
+        console.print(table_of(title, ("kind", *columns), kinds, left=1))
+    steps = [
+        (step, f"{seconds:.2f}", size_text(int(found.registry_bytes[step])))
+        for step, seconds in found.registry_seconds.items()
+    ]
+    console.print(table_of("registry, for all", ("step", "seconds", "messages"), steps, left=1))
     console.print(_wave_table(found.fan_out))
-    table = Table(title="targets", title_justify="left")
-    for name in ("what", "found", ""):
-        table.add_column(name)
-    for target in targets:
-        table.add_row(target.name, target.text, "met" if target.met else "MISSED")
-    console.print(table)
+    results = [(target.name, target.text, "met" if target.met else "MISSED") for target in targets]
+    console.print(table_of("targets", ("what", "found", ""), results, left=3))
 
 
-def _wave_table(found: SimulatedFanOut) -> object:
-    from rich.table import Table
-
-    table = Table(
-        title=f"waves to {found.replicas} of such engines; the trainer serves {found.copies:.3g} at a time, one in "
-        f"{found.unit_seconds:.3g} s at best",
-        title_justify="left",
-        caption=f"the first {_ROWS} of {len(found.waves)}; all with --json" if len(found.waves) > _ROWS else None,
+def _wave_table(found: SimulatedFanOut) -> Table:
+    title = (
+        f"waves to {found.replicas} of such engines; the trainer serves {found.copies:.3g} at a time, one in "
+        f"{found.unit_seconds:.3g} s at best"
     )
-    for name in ("wave", "ends", "servers", "served", "committed", "in all"):
-        table.add_column(name, justify="right")
-    done = 0
-    for number, wave in enumerate(found.waves, 1):
+    rows, done = [], 0
+    for number, wave in enumerate(found.waves[:_ROWS], 1):
         done += len(wave.committed)
-        if number <= _ROWS:
-            table.add_row(
-                str(number),
-                f"{float(wave.end) * found.unit_seconds:.3g} s",
-                str(len({share.server for share in wave.shares})),
-                str(len({share.receiver for share in wave.shares})),
-                str(len(wave.committed)),
-                str(done),
-            )
-    return table
+        end = f"{float(wave.end) * found.unit_seconds:.3g} s"
+        counts = len({share.server for share in wave.shares}), len({share.receiver for share in wave.shares})
+        rows.append((str(number), end, *map(str, counts), str(len(wave.committed)), str(done)))
+    left_out = f"the first {_ROWS} of {len(found.waves)}; all with --json" if len(found.waves) > _ROWS else None
+    return table_of(title, ("wave", "ends", "servers", "served", "committed", "in all"), rows, caption=left_out)

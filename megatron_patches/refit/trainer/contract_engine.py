@@ -8,11 +8,15 @@ the workers have reported what they serve, with the label if they committed, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.http_calls import HttpCalls
-from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.trainer.engine_client import PassedEngine
+from megatron_patches.refit.transports.worker import Worker
 
 
 class WeightSyncClient(Protocol):
@@ -68,7 +72,7 @@ class GuardedSyncClient:
         self._http.call("POST", "finish_weight_update", body)
 
 
-class ContractEngine:
+class ContractEngine(PassedEngine):
     """An :class:`megatron_patches.refit.EngineClient` behind a client; see [Note: phases].
 
     It neither pauses the engine nor empties caches, for which the contract has no calls: its user does.
@@ -76,42 +80,22 @@ class ContractEngine:
     Args:
         client: the client of one engine.
         workers: number of the engine's workers, which the contract has no call to ask for.
-        actor: name of the Ray actor that the client calls, if it calls one. Anyone who can call an actor can do
-            anything with it, so a join is admitted first. A server's guard does that itself.
+        actor: name of the Ray actor that the client calls, if it calls one. It is made to admit the trainer, which a
+            server's guard does itself.
+        timeout_s: seconds for one call. vLLM's client of Ray actors has no time-out of its own.
 
     Attributes:
         name: that of the actor, the client's ``base_url``, or the name of its class.
     """
 
-    def __init__(self, client: WeightSyncClient, workers: int, actor: str | None = None) -> None:
-        self.name = actor or str(getattr(client, "base_url", type(client).__name__))
-        self._client, self._workers, self._admits = client, workers, actor is not None
-        self._joined = Joined()
+    def __init__(
+        self, client: WeightSyncClient, workers: int, actor: str | None = None, timeout_s: float = 600.0
+    ) -> None:
+        name = actor or str(getattr(client, "base_url", type(client).__name__))
+        super().__init__(name, workers, admits=actor is not None)
+        self._client, self._timeout_s = client, timeout_s
+        self._late: Future[None] | None = None  # a call without an answer in time
         self._is_open = False  # whether an update was started and not finished
-
-    def world_size(self) -> int:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        return self._workers
-
-    def check_up(self) -> None:
-        """Does nothing: the contract has no call for it."""
-
-    def call(self, call: dict[str, Any]) -> None:
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        if call["call"] == "join" and self._admits:
-            self._client.init_weight_transfer_engine({"call": "admit"})
-        told = self._joined.told(call)
-        if call["call"] != "receive":
-            self._client.init_weight_transfer_engine(told)
-            return
-        self._client.start_weight_update()
-        self._is_open = True
-        del told["call"]
-        self._client.update_weights(told)
-
-    def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - see the class
-        """See :class:`megatron_patches.refit.EngineClient`."""
-        self.call({"call": "commit", "version": version})
 
     def set_weight_version(self, version: int) -> None:
         """Finishes the update of a version that serves, with its label.
@@ -125,12 +109,39 @@ class ContractEngine:
         if self._is_open:
             self._finish(None)
 
-    def pause(self, mode: PauseMode) -> None:
-        """Does nothing; see the class."""
-
-    def resume(self, *, reset_cache: bool) -> None:
-        """Does nothing; see the class."""
-
     def _finish(self, label: str | None) -> None:
         self._is_open = False  # first: a worker raises if it is told twice, as its answer may be lost
-        self._client.finish_weight_update(label)
+        self._ask("finish_weight_update", lambda: self._client.finish_weight_update(label))
+
+    def _tell(self, call: dict[str, Any]) -> None:
+        what = call["call"]
+        if what != "receive":
+            told = f"init_weight_transfer_engine ({what})"
+            self._ask(told, lambda: self._client.init_weight_transfer_engine(call))
+            return
+        self._ask("start_weight_update", self._client.start_weight_update)
+        self._is_open = True
+        info = {name: value for name, value in call.items() if name != "call"}
+        self._ask("update_weights", lambda: self._client.update_weights(info))
+
+    def _ask(self, what: str, ask: Callable[[], None]) -> None:
+        """Calls the client in a thread of its own. No call begins before the one before it has its answer.
+
+        Raises:
+            RefitError: if the client gives no answer in time, or has given none to an earlier call.
+        """
+        if self._late is not None and not self._late.done():
+            raise RefitError(f"{self.name} has not answered an earlier call yet, so {what} is not called")
+        caller = Worker(f"refit-contract-{self.name}")
+        called = caller.submit(ask)
+        caller.close(0.0)
+        try:
+            called.result(self._timeout_s)
+        except TimeoutError as error:
+            if called.done():  # the client's own
+                raise
+            self._late = called
+            raise RefitError(
+                f"{self.name} gave no answer to {what} within {self._timeout_s:g} s; its log says what it is at. If it "
+                "only needs longer, raise timeout_s of RefitOptions"
+            ) from error

@@ -156,45 +156,42 @@ class Coordinator:
             PartyFailedError: if engines failed, unless the options say to leave them out.
         """
         with self._lock:
-            return self._orders()
-
-    def _orders(self) -> PushOrders:
-        orders, failed = PushOrders(), dict[str, str]()
-        for engine in self.roster.take_back():
-            orders.fates[engine.name] = EngineReport(Fate.BACK)
-        present = self.roster.present
-        for number, one in self._subscriptions().items():
-            engine = self._controls[number].engine
-            reason = one.failure
-            if all(other is not engine for other in present):
-                orders.ended.append(number)
-                orders.fates[one.name] = EngineReport(Fate.LEFT)
-            elif reason is None and not one.joined.done():
-                orders.fates.setdefault(one.name, EngineReport(Fate.JOINING))
-            elif reason is None and not one.served.done():
-                orders.fates[one.name] = EngineReport(Fate.LAGS)
-                if not self._drops:
-                    failed[one.name] = (
-                        f"committing version {one.standing.version} failed: {one.name} did not say within "
-                        f"{self._options.timeout_s:.0f} s that it serves"
-                    )
-            elif reason is None:
-                orders.taking.append(number)
-            elif self._drops:
-                orders.ended.append(number)
-                orders.fates[one.name] = one.report(Fate.FAILED, reason)
-                self.roster.drop(engine, one.lasted_s)
-            else:
-                failed[one.name] = reason
-        if failed:
-            raise PartyFailedError("; ".join(failed.values()), failed)
-        if self.fan_out is not None:
-            orders.taking, orders.following = self.fan_out.divide(self._subscriptions(), orders.taking)
-        self._let_join(present)
-        orders.new, self._newcomers = self._newcomers, []
-        orders.next = self._next
-        orders.lobby = None if self._lobby is None else self._lobby.invitation
-        return orders
+            orders, failed = PushOrders(), dict[str, str]()
+            for engine in self.roster.take_back():
+                orders.fates[engine.name] = EngineReport(Fate.BACK)
+            present = self.roster.present
+            for number, one in self._subscriptions().items():
+                engine = self._controls[number].engine
+                reason = one.failure
+                if all(other is not engine for other in present):
+                    orders.ended.append(number)
+                    orders.fates[one.name] = EngineReport(Fate.LEFT)
+                elif reason is None and not one.joined.done():
+                    orders.fates.setdefault(one.name, EngineReport(Fate.JOINING))
+                elif reason is None and not one.served.done():
+                    orders.fates[one.name] = EngineReport(Fate.LAGS)
+                    if not self._drops:
+                        failed[one.name] = (
+                            f"committing version {one.standing.version} failed: {one.name} did not say within "
+                            f"{self._options.timeout_s:.0f} s that it serves"
+                        )
+                elif reason is None:
+                    orders.taking.append(number)
+                elif self._drops:
+                    orders.ended.append(number)
+                    orders.fates[one.name] = one.report(Fate.FAILED, reason)
+                    self.roster.drop(engine, one.lasted_s)
+                else:
+                    failed[one.name] = reason
+            if failed:
+                raise PartyFailedError("; ".join(failed.values()), failed)
+            if self.fan_out is not None:
+                orders.taking, orders.following = self.fan_out.divide(self._subscriptions(), orders.taking)
+            self._let_join(present)
+            orders.new, self._newcomers = self._newcomers, []
+            orders.next = self._next
+            orders.lobby = None if self._lobby is None else self._lobby.invitation
+            return orders
 
     @property
     def _drops(self) -> bool:

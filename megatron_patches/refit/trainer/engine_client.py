@@ -9,6 +9,7 @@ awake, and waking everything would map a second time what is awake already.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -107,3 +108,55 @@ class Joined:
         """The call with the session's token added."""
         self.token = call.get("token", self.token)
         return {**call, "token": self.token}
+
+
+class PassedEngine(ABC):
+    """An engine whose calls are passed on in a way of their own, and which is paused by whoever made it, if at all.
+
+    Args:
+        name: name for messages and reports.
+        workers: number of its workers.
+        admits: whether nobody else makes its workers admit the trainer. Anyone who can call it can do anything with it.
+    """
+
+    def __init__(self, name: str, workers: int, *, admits: bool = True) -> None:
+        self.name, self._workers, self._admits = name, workers, admits
+        self._joined = Joined()
+
+    def world_size(self) -> int:
+        """See :class:`EngineClient`.
+
+        Raises:
+            RefitError: if it cannot be called, before anybody waits for its workers.
+        """
+        if self._admits:
+            self._tell({"call": "admit"})
+        return self._workers
+
+    def check_up(self) -> None:  # noqa: B027 - not all have a call for it
+        """Does nothing, where there is no call for it."""
+
+    def call(self, call: dict[str, Any]) -> None:
+        """See :class:`EngineClient`."""
+        self._tell(self._joined.told(call))
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        """See :class:`EngineClient`."""
+        self.call({"call": "commit", "version": version})
+        if reset_cache:
+            self._empty_caches()
+
+    def pause(self, mode: PauseMode) -> None:  # noqa: B027 - as above
+        """Does nothing; see the class."""
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """Empties the caches if asked to."""
+        if reset_cache:
+            self._empty_caches()
+
+    @abstractmethod
+    def _tell(self, call: dict[str, Any]) -> None:
+        """Passes a call on."""
+
+    def _empty_caches(self) -> None:  # noqa: B027 - as above
+        """Empties the prefix caches, where there is a call for it."""

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from megatron_patches.refit.control.lease import DEFAULT_LEASE_S, LEAST_LEASE_S
 from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.terms import LinkOptions
@@ -216,3 +217,17 @@ class PushReport:
     backup_bytes: int
     seconds: Mapping[str, float]
     engines: Mapping[str, EngineReport]
+
+    def check_served(self, *, all_must: bool = True) -> None:
+        """Raises unless engines serve the version, in a report of a push that waited for it.
+
+        Args:
+            all_must: whether each must; otherwise one is enough.
+
+        Raises:
+            PartyFailedError: with every engine that does not, and its reason.
+        """
+        missing = {name: one for name, one in self.engines.items() if one.fate is not Fate.SERVES}
+        if len(missing) == len(self.engines) or (missing and all_must):
+            reasons = [f"{name}: {one.reason or one.fate.value}" for name, one in missing.items()]
+            raise PartyFailedError(f"version {self.version} does not serve: {'; '.join(reasons)}", missing)

@@ -24,7 +24,7 @@ import msgspec
 
 from megatron_patches.refit.errors import PartyFailedError, TransferError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.nics import AUTO_NICS
@@ -140,8 +140,8 @@ class OutgoingWire(ABC):
     def start(self, slot: int, payload: Payload) -> None:
         """Starts to send a payload. It stays in the slot until the slot is returned."""
 
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:  # noqa: ARG002
-        """Starts to send the boxes of a direct load from where they lie. They must stay there until received.
+    def start_direct(self, load: Load, memory: Memory) -> None:  # noqa: ARG002
+        """Starts to send the boxes of a direct load from where they lie in ``memory``, until received.
 
         Raises:
             TransferError: by default, as the plan of a transport without reach has no such loads.
@@ -185,12 +185,12 @@ class IncomingWire(ABC):
             The payload, valid until the slot is returned.
         """
 
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
+    def fetch_direct(self, load: Load, memory: Memory) -> Pending[object]:  # noqa: ARG002
         """Starts to fetch the boxes of a direct load to their places.
 
         Args:
             load: the load.
-            places: where its boxes belong.
+            memory: the storages that its boxes belong to.
 
         Raises:
             TransferError: by default, as the plan of a transport without reach has no such loads.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Bits, Payload, Pending, Spot, Then, host_bytes
+from megatron_patches.refit.memory.ports import Bits, Memory, Payload, Pending, Then, host_bytes
 from megatron_patches.refit.memory.staging import SLOTS, Lease
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import (
@@ -33,7 +33,7 @@ from megatron_patches.refit.transports.base import (
     Place,
     Transport,
 )
-from megatron_patches.refit.transports.c10d_groups import NcclGroup, NcclWay
+from megatron_patches.refit.transports.c10d_groups import NcclGroup
 from megatron_patches.refit.transports.direct_copies import DirectCopies
 from megatron_patches.refit.transports.frames import Patience
 from megatron_patches.refit.transports.turns import Turns
@@ -108,15 +108,15 @@ class C10dTransport(Transport):
 
     def outgoing(self, end: LinkEnd) -> C10dOutgoing:
         """Greets the destination, which connects the pair."""
-        way, greeting = self._open.way(end.peer), self._buffer(1)
-        self._greet(lambda: way.send([greeting]), end.patience)
-        return C10dOutgoing(way, self._lease(end), self.turns or Turns())
+        group, greeting = self._open, self._buffer(1)
+        self._greet(lambda: group.send(end.peer, [greeting]), end.patience)
+        return C10dOutgoing(group, end.peer, self._lease(end), self.turns or Turns())
 
     def incoming(self, end: LinkEnd) -> C10dIncoming:
         """Waits for the source's greeting."""
-        way, greeting = self._open.way(end.peer), self._buffer(1)
-        self._greet(lambda: way.receive([greeting]), end.patience)
-        return C10dIncoming(way, self._lease(end))
+        group, greeting = self._open, self._buffer(1)
+        self._greet(lambda: group.receive(end.peer, [greeting]), end.patience)
+        return C10dIncoming(group, end.peer, self._lease(end))
 
     def stop(self) -> None:
         """Aborts the group, which ends all waits of its links."""
@@ -177,13 +177,14 @@ class C10dOutgoing(OutgoingWire):
     """A source's side of a link.
 
     Args:
-        way: sends tensors to the destination.
+        group: sends tensors.
+        peer: the destination's number in it.
         slots: the memory.
         turns: receives what has been started.
     """
 
-    def __init__(self, way: NcclWay, slots: Lease[torch.Tensor], turns: Turns) -> None:
-        self._way, self._lease, self._turns = way, slots, turns
+    def __init__(self, group: NcclGroup, peer: int, slots: Lease[torch.Tensor], turns: Turns) -> None:
+        self._group, self._peer, self._lease, self._turns = group, peer, slots, turns
         self.slots = list(slots.buffer)
         self._pieces = _Pieces(read=True)
         self._under_way: list[Pending[None]] = []
@@ -192,12 +193,12 @@ class C10dOutgoing(OutgoingWire):
         """Sends a payload."""
         self._send([_tensor(payload)])
 
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, memory: Memory) -> None:
         """Sends the boxes."""
-        self._send(self._pieces.of(load, places))
+        self._send(self._pieces.of(load, memory))
 
     def _send(self, tensors: Sequence[torch.Tensor]) -> None:
-        pending = self._way.send(tensors)
+        pending = self._group.send(self._peer, tensors)
         self._under_way.append(pending)
         self._turns.started(pending, sum(tensor.nbytes for tensor in tensors))
 
@@ -217,21 +218,23 @@ class C10dIncoming(IncomingWire):
     """A destination's side of a link.
 
     Args:
-        way: receives tensors from the source.
+        group: receives tensors.
+        peer: the source's number in it.
         slots: the memory.
     """
 
-    def __init__(self, way: NcclWay, slots: Lease[torch.Tensor]) -> None:
-        self._way, self._lease, self._pieces = way, slots, _Pieces(read=False)
+    def __init__(self, group: NcclGroup, peer: int, slots: Lease[torch.Tensor]) -> None:
+        self._group, self._peer, self._lease = group, peer, slots
+        self._pieces = _Pieces(read=False)
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Receives into this side's slot of the same number, which is free if the source's is."""
         payload = self._lease.buffer[slot][:nbytes]
-        return Then(self._way.receive([payload]), lambda _: payload)
+        return Then(self._group.receive(self._peer, [payload]), lambda _: payload)
 
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
+    def fetch_direct(self, load: Load, memory: Memory) -> Pending[object]:
         """Receives the boxes."""
-        return self._way.receive(self._pieces.of(load, places))
+        return self._group.receive(self._peer, self._pieces.of(load, memory))
 
     def close(self) -> None:
         """Returns the memory; the group must have been aborted before."""
@@ -280,8 +283,8 @@ class _Pieces:
         self._read = read
         self._tables: dict[int, DirectCopies] = {}
 
-    def of(self, load: Load, places: Sequence[Spot]) -> list[torch.Tensor]:
-        """The pieces of a load whose boxes lie in ``places``.
+    def of(self, load: Load, memory: Memory) -> list[torch.Tensor]:
+        """The pieces of a load whose boxes lie in ``memory``.
 
         Raises:
             PartyFailedError: if a box is not contiguous.
@@ -294,8 +297,8 @@ class _Pieces:
                     f"load {load.number} has boxes that are not contiguous, and was announced as direct"
                 )
             self._tables[load.number] = table
-        runs, first = table.runs, table.first_reads if self._read else table.first_boxes
-        storages = [_bytes_of(places[box].storage) for box in first]
+        runs, names = table.runs, table.sources if self._read else table.targets
+        storages = [_bytes_of(memory[name]) for name in names]
         numbers, offsets = (runs.source, runs.source_offset) if self._read else (runs.target, runs.target_offset)
         pieces = zip(numbers.tolist(), offsets.tolist(), table.nbytes.tolist(), strict=True)
         return [storages[number][offset : offset + nbytes] for number, offset, nbytes in pieces]

@@ -53,9 +53,26 @@ class NcclGroup:
             # Communicators are found by device index, which the tensor's device has and the name may lack.
             self._group.eager_connect_single_device(torch.empty(0, device=device).device)
 
-    def way(self, peer: int) -> NcclWay:
-        """This party's side of a link to another."""
-        return NcclWay(self._group, peer, self.device)
+    def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> Pending[None]:
+        """Starts to send byte tensors. The peer must receive tensors of equal number and sizes, in the same order."""
+        return self._coalesced(self._group.send, peer, tensors)
+
+    def receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> Pending[None]:
+        """Starts to receive byte tensors."""
+        return self._coalesced(self._group.recv, peer, tensors)
+
+    def _coalesced(
+        self, call: Callable[[list[torch.Tensor], int, int], object], peer: int, tensors: Sequence[torch.Tensor]
+    ) -> NcclWork:
+        """Starts one kernel for all tensors. Otherwise each would have its own, one after another."""
+        with torch.cuda.device(self.device):
+            self._group._start_coalescing()
+            try:
+                for tensor in tensors:
+                    call([tensor], peer, 0)  # NCCL has no tags
+            finally:
+                work = self._group._end_coalescing()
+        return NcclWork(work)
 
     def abort(self) -> None:
         """Ends everything under way. Waits a while; logs a warning if NCCL does not end it."""
@@ -88,40 +105,6 @@ def _errors_left_to_the_caller() -> Iterator[None]:
             del os.environ[_HANDLING]
         else:
             os.environ[_HANDLING] = before
-
-
-class NcclWay:
-    """One party's side of a link over NCCL.
-
-    Args:
-        group: the process group.
-        peer: rank of the other party in it.
-        device: this party's GPU.
-    """
-
-    def __init__(self, group: Any, peer: int, device: str) -> None:
-        self._group, self._peer, self._device = group, peer, device
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
-        """Starts to send byte tensors. The peer must receive tensors of equal number and sizes, in the same order."""
-        return self._coalesced(self._group.send, tensors)
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
-        """Starts to receive byte tensors."""
-        return self._coalesced(self._group.recv, tensors)
-
-    def _coalesced(
-        self, call: Callable[[list[torch.Tensor], int, int], object], tensors: Sequence[torch.Tensor]
-    ) -> NcclWork:
-        """Starts one kernel for all tensors. Otherwise each would have its own, one after another."""
-        with torch.cuda.device(self._device):
-            self._group._start_coalescing()
-            try:
-                for tensor in tensors:
-                    call([tensor], self._peer, 0)  # NCCL has no tags
-            finally:
-                work = self._group._end_coalescing()
-        return NcclWork(work)
 
 
 class NcclWork:

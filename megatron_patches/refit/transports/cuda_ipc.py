@@ -25,7 +25,7 @@ import torch
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot, Then
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Then
 from megatron_patches.refit.memory.staging import SLOTS, Lease
 from megatron_patches.refit.transports import frames, messages
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
@@ -169,7 +169,7 @@ class CudaIpcOutgoing(OutgoingWire):
     def start(self, slot: int, payload: Payload) -> None:
         """Does nothing: the destination copies the slot after the announcement, when packing has ended."""
 
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, memory: Memory) -> None:
         """Does nothing; see :meth:`start`."""
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class CudaIpcIncoming(IncomingWire):
         self._copier.runs(*np.array(run, dtype=np.int64).reshape(3, 1))
         return Then(self._copier.ended(), lambda _: target)
 
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
+    def fetch_direct(self, load: Load, memory: Memory) -> Pending[object]:
         """Copies each box from the source's weights to its place.
 
         Raises:
@@ -245,8 +245,7 @@ class CudaIpcIncoming(IncomingWire):
         if untold:
             raise PartyFailedError(f"source rank {load.source} has not told where {untold[0]} lies")
         sources = np.array([self._addresses[name] for name in table.sources], dtype=np.int64)
-        address_of = self._runtime.address_of
-        targets = np.array([address_of(places[box].storage) for box in table.first_boxes], dtype=np.int64)
+        targets = np.array([self._runtime.address_of(memory[name]) for name in table.targets], dtype=np.int64)
         if table.nbytes.size:
             self._copier.runs(*table.runs.addresses(sources, targets), table.nbytes)
         froms, tos = table.pitched.addresses(sources, targets)

@@ -19,7 +19,7 @@ import torch
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.device_port import DeviceWork
-from megatron_patches.refit.memory.ports import Elements, Memory, Payload, Pending
+from megatron_patches.refit.memory.ports import Bits, Memory, Payload, Pending
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaVmm
 from megatron_patches.refit.transports.direct_copies import Int64s, Rows
@@ -262,7 +262,7 @@ class CudaRuntime:
             return None  # mapped with the virtual memory API, like expandable segments and symmetric memory
         return _encode(_ipc(handle))
 
-    def address_of(self, memory: Elements | Payload) -> int:
+    def address_of(self, memory: Bits | Payload) -> int:
         """Address of memory; raises PartyFailedError if it is not on a GPU."""
         if not isinstance(memory, torch.Tensor) or not memory.is_cuda:
             raise PartyFailedError("memory of the host cannot take a copy from a GPU's memory")

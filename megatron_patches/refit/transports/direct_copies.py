@@ -70,8 +70,7 @@ class DirectCopies:
 
     Attributes:
         sources: names of the source storages.
-        first_reads: for each source storage, the first box that comes from it.
-        first_boxes: for each target storage, the first box that goes to it.
+        targets: names of the target storages.
         runs: contiguous copies.
         nbytes: length of each run.
         pitched: other copies.
@@ -79,8 +78,7 @@ class DirectCopies:
     """
 
     sources: list[str]
-    first_reads: list[int]
-    first_boxes: list[int]
+    targets: list[str]
     runs: Ends
     nbytes: Int64s
     pitched: Ends
@@ -95,20 +93,13 @@ class DirectCopies:
         """
         sources: dict[str, int] = {}
         targets: dict[str, int] = {}
-        first_reads: list[int] = []
-        first_boxes: list[int] = []
         runs: list[End] = []
         lengths: list[int] = []
         pitched: list[tuple[End, Rows]] = []
-        for index, item in enumerate(load.items):
+        for item in load.items:
             width = itemsize(item.dtype)
-            if item.write.storage not in targets:
-                targets[item.write.storage] = len(targets)
-                first_boxes.append(index)
-            if item.read.storage not in sources:
-                sources[item.read.storage] = len(sources)
-                first_reads.append(index)
-            source, target = sources[item.read.storage], targets[item.write.storage]
+            source = sources.setdefault(item.read.storage, len(sources))
+            target = targets.setdefault(item.write.storage, len(targets))
             end = source, item.read.offset * width, target, item.write.offset * width
             rows = _rows_of(item)
             if rows.count > 1:
@@ -120,7 +111,7 @@ class DirectCopies:
                 lengths.append(rows.nbytes)
         ends, shapes = [end for end, _ in pitched], [rows for _, rows in pitched]
         nbytes = np.array(lengths, dtype=np.int64)
-        return cls(list(sources), first_reads, first_boxes, Ends.of(runs), nbytes, Ends.of(ends), shapes)
+        return cls(list(sources), list(targets), Ends.of(runs), nbytes, Ends.of(ends), shapes)
 
 
 def _behind(end: End, nbytes: int) -> End:

@@ -11,7 +11,7 @@ only while something is read into it, because it is not notified when that memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending
 from megatron_patches.refit.memory.staging import SLOTS
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
@@ -249,7 +249,7 @@ class NixlOutgoing(OutgoingWire):
     def start(self, slot: int, payload: Payload) -> None:
         """Does nothing: the destination reads the slot after the announcement."""
 
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, memory: Memory) -> None:
         """Does nothing; see :meth:`start`."""
 
     def check(self) -> None:
@@ -301,7 +301,7 @@ class NixlIncoming(IncomingWire):
         payload = self._slots.payloads[slot][:nbytes]
         return self._agent.read(self._peer, spans, [self._slots.memory], payload, self._what)
 
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
+    def fetch_direct(self, load: Load, memory: Memory) -> Pending[object]:
         """Reads each box from the source's weights into its place.
 
         Raises:
@@ -313,16 +313,17 @@ class NixlIncoming(IncomingWire):
             raise PartyFailedError(f"source rank {load.source} has not told where {untold[0]} lies")
         sizes = [item.nbytes for item in load.items]
         widths = [itemsize(item.dtype) for item in load.items]
+        targets = [memory[item.write.storage] for item in load.items]
         own = [
-            range_of(spot.storage).address + width * spot.view.offset
-            for spot, width in zip(places, widths, strict=True)
+            range_of(target).address + width * item.write.offset
+            for target, width, item in zip(targets, widths, load.items, strict=True)
         ]
         theirs = [
             self._addresses[name] + width * item.read.offset
             for name, width, item in zip(names, widths, load.items, strict=True)
         ]
         spans = Spans(*(np.array(column, dtype=np.uint64) for column in (own, theirs, sizes)))
-        return self._agent.read(self._peer, spans, [spot.storage for spot in places], None, self._what)
+        return self._agent.read(self._peer, spans, targets, None, self._what)
 
     def close(self) -> None:
         """Closes the wire."""

@@ -61,54 +61,50 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
         RefitError: if a box cannot be packed, a destination does not accept it, or ``check`` raises.
     """
     with _stopped_by_errors(end):
-        _send_version(sender, end, version, check)
+        packed = {
+            destination: deque(load for load in loads if not load.direct) for destination, loads in sender.loads.items()
+        }
+        packed = {destination: loads for destination, loads in packed.items() if loads}
+        waves = deque(sender.waves())
+        digesting: deque[Packing] = deque()
+        packing: deque[tuple[StagingSlot, Packing]] = deque()
+        looks = _Looks()
 
+        def at_work() -> str:
+            working = {item.load.destination for item in [*digesting, *(item for _, item in packing)]}
+            return f"the own device to pack or digest what goes to destination ranks {sorted(working)[:8]}"
 
-def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -> None:
-    packed = {
-        destination: deque(load for load in loads if not load.direct) for destination, loads in sender.loads.items()
-    }
-    packed = {destination: loads for destination, loads in packed.items() if loads}
-    waves = deque(sender.waves())
-    digesting: deque[Packing] = deque()
-    packing: deque[tuple[StagingSlot, Packing]] = deque()
-    looks = _Looks()
-
-    def at_work() -> str:
-        working = {item.load.destination for item in [*digesting, *(item for _, item in packing)]}
-        return f"the own device to pack or digest what goes to destination ranks {sorted(working)[:8]}"
-
-    patience = Patience(end.timeout_s, at_work, check)
-    while packed or waves or digesting or packing:
-        progress = False
-        # Digest ahead of what is being sent. One wave at a time, because the first load waits while others are begun.
-        if waves and len(digesting) <= len(waves[0]):
-            digesting.extend(sender.digest(waves.popleft(), version))
-        # A packet of scales would make the digests behind it wait until the last weights are quantized.
-        free = end.free_slot(() if waves and sender.urgent else packed, check)
-        if free is not None:
-            loads = packed[free.destination]
-            packing.append((free, sender.pack_into(loads.popleft(), version, free.payload)))
-            if not loads:
-                del packed[free.destination]
-            progress = True
-        # A port completes its work in order of submission.
-        if packing and packing[0][1].done():
-            slot, ready = packing.popleft()
-            end.send(ready.result(), slot, check)
-            progress = True
-        if digesting and digesting[0].done():
-            ready = digesting.popleft()
-            end.send_direct(ready.result(), ready.load, sender.places(ready.load), check)
-            progress = True
-        if not progress and (packing or digesting):
-            looks.nothing(patience.tick)
-            continue
-        if not progress:
-            end.wait_for_news(check, f"room for a packet to destination ranks {sorted(packed)[:8]}")
-        looks.found()
         patience = Patience(end.timeout_s, at_work, check)
-    end.finish(check)
+        while packed or waves or digesting or packing:
+            progress = False
+            # Digest ahead of what is being sent, one wave at a time: the first load waits while others are begun.
+            if waves and len(digesting) <= len(waves[0]):
+                digesting.extend(sender.digest(waves.popleft(), version))
+            # A packet of scales would make the digests behind it wait until the last weights are quantized.
+            free = end.free_slot(() if waves and sender.urgent else packed, check)
+            if free is not None:
+                loads = packed[free.destination]
+                packing.append((free, sender.pack_into(loads.popleft(), version, free.payload)))
+                if not loads:
+                    del packed[free.destination]
+                progress = True
+            # A port completes its work in order of submission.
+            if packing and packing[0][1].done():
+                slot, ready = packing.popleft()
+                end.send(ready.result(), slot, check)
+                progress = True
+            if digesting and digesting[0].done():
+                ready = digesting.popleft()
+                end.send_direct(ready.result(), ready.load, sender.storages(ready.load), check)
+                progress = True
+            if not progress and (packing or digesting):
+                looks.nothing(patience.tick)
+                continue
+            if not progress:
+                end.wait_for_news(check, f"room for a packet to destination ranks {sorted(packed)[:8]}")
+            looks.found()
+            patience = Patience(end.timeout_s, at_work, check)
+        end.finish(check)
 
 
 def receive_version(
@@ -132,40 +128,30 @@ def receive_version(
         RefitError: if a packet is invalid or late, or ``check`` raises.
     """
     with _stopped_by_errors(end):
-        _receive_version(unpacker, end, timeout_s, check, meanwhile)
-
-
-def _receive_version(
-    unpacker: Unpacker,
-    end: ReceivingEnd,
-    timeout_s: float,
-    check: Check,
-    meanwhile: Callable[[], None] | None,
-) -> None:
-    left = unpacker.expected
-    unpacking: deque[tuple[Packet, Pending[None]]] = deque()
-    looks = _Looks()
-    patience = Patience(timeout_s, lambda: end.awaited, check)
-    while left or unpacking:
-        waiting = end.idle and not unpacking
-        found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=LOOK_AROUND_S if waiting else 0.0)
-        if found is not None:
-            unpacking.append((found[0], unpacker.accept(*found)))
-            left -= 1
-        if meanwhile is not None and left == end.on_their_way:
+        left = unpacker.expected
+        unpacking: deque[tuple[Packet, Pending[None]]] = deque()
+        looks = _Looks()
+        patience = Patience(timeout_s, lambda: end.awaited, check)
+        while left or unpacking:
+            waiting = not (end.on_their_way or unpacking)
+            found = end.receive(unpacker.load_of, unpacker.storages, check, wait_s=LOOK_AROUND_S if waiting else 0.0)
+            if found is not None:
+                unpacking.append((found[0], unpacker.accept(*found)))
+                left -= 1
+            if meanwhile is not None and left == end.on_their_way:
+                meanwhile()
+                meanwhile = None
+            ended = bool(unpacking) and unpacking[0][1].done()
+            if ended:
+                packet, pending = unpacking.popleft()
+                pending.result()
+                end.release(packet, check)
+            if found is not None or ended:
+                looks.found()
+                patience = Patience(timeout_s, lambda: end.awaited, check)
+                continue
+            patience.tick()
+            if not waiting:
+                looks.nothing(check)
+        if meanwhile is not None:
             meanwhile()
-            meanwhile = None
-        ended = bool(unpacking) and unpacking[0][1].done()
-        if ended:
-            packet, pending = unpacking.popleft()
-            pending.result()
-            end.release(packet, check)
-        if found is not None or ended:
-            looks.found()
-            patience = Patience(timeout_s, lambda: end.awaited, check)
-            continue
-        patience.tick()
-        if not waiting:
-            looks.nothing(check)
-    if meanwhile is not None:
-        meanwhile()

@@ -9,7 +9,7 @@ import secrets
 import selectors
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -17,13 +17,13 @@ import msgspec
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
 from megatron_patches.refit.memory.loads import Load
 from megatron_patches.refit.memory.packets import NO_SLOT, Packet, payload_bytes
-from megatron_patches.refit.memory.ports import Done, Payload, Pending, Spot, Then
+from megatron_patches.refit.memory.ports import Done, Memory, Payload, Pending, Then
 from megatron_patches.refit.transports import frames, messages
 from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
 from megatron_patches.refit.transports.frames import Patience
 
 LoadOf = Callable[[Packet], Load]
-PlacesOf = Callable[[Load], Sequence[Spot]]
+MemoryOf = Callable[[Load], Memory]
 
 
 class ReceivingEnd:
@@ -120,7 +120,7 @@ class ReceivingEnd:
         return hello.source, self._transport.incoming(end)
 
     def receive(
-        self, load_of: LoadOf, places_of: PlacesOf, check: Check, *, wait_s: float
+        self, load_of: LoadOf, memory_of: MemoryOf, check: Check, *, wait_s: float
     ) -> tuple[Packet, Payload] | None:
         """The next packet that has arrived from any source, and its payload; None if there is none.
 
@@ -128,7 +128,7 @@ class ReceivingEnd:
 
         Args:
             load_of: returns the planned load of an announced packet.
-            places_of: returns where the boxes of a direct load belong.
+            memory_of: returns the storages that the boxes of a direct load belong to.
             check: raises if another party has failed.
             wait_s: how long to wait for an announcement if none is pending.
 
@@ -136,7 +136,7 @@ class ReceivingEnd:
             PartyFailedError: if a source has gone, or ``check`` raises.
             TransferError: if a packet was announced that is not planned.
         """
-        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, check)
+        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, memory_of, check)
         for place, (packet, payload) in enumerate(self._arriving):
             if payload.done():
                 del self._arriving[place]
@@ -155,11 +155,6 @@ class ReceivingEnd:
     def on_their_way(self) -> int:
         """Number of packets that were announced and have not arrived."""
         return len(self._arriving)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no announced packet is in flight."""
-        return not self._arriving
 
     def release(self, packet: Packet, check: Check) -> None:
         """Returns the packet's slot to its source.
@@ -189,7 +184,7 @@ class ReceivingEnd:
             self._arriving.clear()
             self.stop()
 
-    def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, check: Check) -> None:
+    def _begin_fetching(self, wait_s: float, load_of: LoadOf, memory_of: MemoryOf, check: Check) -> None:
         """Starts to fetch every announced packet. Waits up to ``wait_s`` for the first announcement."""
         for key, _ in self._selector.select(wait_s):
             connection, wire = self._links[key.data]
@@ -199,10 +194,10 @@ class ReceivingEnd:
                 wire.begin(message.content, patience)
                 frames.send_all(connection, messages.SLOT.pack(messages.TAKEN), patience)
                 continue
-            self._arriving.append(self._fetch(key.data, wire, message, load_of, places_of))
+            self._arriving.append(self._fetch(key.data, wire, message, load_of, memory_of))
 
     def _fetch(
-        self, source: int, wire: IncomingWire, packet: Packet, load_of: LoadOf, places_of: PlacesOf
+        self, source: int, wire: IncomingWire, packet: Packet, load_of: LoadOf, memory_of: MemoryOf
     ) -> tuple[Packet, Pending[Payload]]:
         """Starts to fetch one packet. Returns it, and its payload, which is empty for a direct load."""
         if packet.source != source:
@@ -221,5 +216,5 @@ class ReceivingEnd:
                 f"in packet {packet.number}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
         if load.direct:
-            return packet, Then(wire.fetch_direct(load, places_of(load)), lambda _: b"")
+            return packet, Then(wire.fetch_direct(load, memory_of(load)), lambda _: b"")
         return packet, wire.fetch(packet.slot, packet.nbytes) if packet.nbytes else Done(b"")

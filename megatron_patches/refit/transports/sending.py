@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load
 from megatron_patches.refit.memory.packets import NO_SLOT, Packet
-from megatron_patches.refit.memory.ports import Memory, Payload, Spot
+from megatron_patches.refit.memory.ports import Memory, Payload
 from megatron_patches.refit.memory.staging import SLOTS
 from megatron_patches.refit.transports import frames, messages
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, OutgoingWire, Place, Transport
@@ -201,11 +201,11 @@ class SendingEnd:
         link.packed.append((replace(packet, slot=slot.number), start))
         self._depart_in_turn(check)
 
-    def send_direct(self, packet: Packet, load: Load, places: Sequence[Spot], check: Check) -> None:
-        """Sends a direct load whose boxes lie in ``places``; raises as :meth:`send`."""
+    def send_direct(self, packet: Packet, load: Load, memory: Memory, check: Check) -> None:
+        """Sends a direct load whose boxes lie in ``memory``; raises as :meth:`send`."""
         link = self._links[packet.destination]
         link.direct += 1
-        link.unpacked.append((packet, partial(link.wire.start_direct, load, places)))
+        link.unpacked.append((packet, partial(link.wire.start_direct, load, memory)))
         self._depart_in_turn(check)
 
     def wait_for_news(self, check: Check, what: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Load, Reach
-from megatron_patches.refit.memory.ports import Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.memory.ports import Memory, Payload, Pending, bytes_in_place, host_bytes
 from megatron_patches.refit.memory.staging import SLOTS
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import IncomingWire, LinkEnd, OutgoingWire, Place, Transport
@@ -118,9 +118,9 @@ class TcpOutgoing(_Wire, OutgoingWire):
         """Queues the payload for sending."""
         self._send([payload])
 
-    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:  # noqa: ARG002
+    def start_direct(self, load: Load, memory: Memory) -> None:
         """Queues the boxes for sending, one after another."""
-        self._send([spot.payload() for spot in places])
+        self._send([bytes_in_place(item.read, memory) for item in load.items])
 
     def _send(self, payloads: Sequence[Payload]) -> None:
         what = f"destination rank {self._peer} to take a packet"
@@ -162,9 +162,9 @@ class TcpIncoming(_Wire, IncomingWire):
 
         return self._worker.submit(receive)
 
-    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
+    def fetch_direct(self, load: Load, memory: Memory) -> Pending[object]:
         """Receives the boxes one after another."""
-        payloads = [spot.payload() for spot in places]
+        payloads = [bytes_in_place(item.write, memory) for item in load.items]
         return self._worker.submit(lambda: self._receive(payloads))
 
     def _receive(self, payloads: Sequence[Payload]) -> None:

@@ -15,11 +15,9 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 
 from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE
-from megatron_patches.refit.errors import ModelMismatchError, UnsupportedEngineError
+from megatron_patches.refit.errors import ModelMismatchError, UnsupportedEngineError, first_of
 from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.vllm.releases import installed_release
-
-_NAMED = 3
 
 
 def manager_of(model: nn.Module, config: VllmConfig) -> Any:
@@ -72,8 +70,7 @@ def check_adapter(manager: Any, tensors: Sequence[TensorSpec]) -> None:
             wanted = "{} inputs and {} outputs".format(*sizes[module])
             reasons.append(f"{path} has {inputs} inputs and {outputs} outputs in the trainer, {wanted} in the engine")
     if reasons:
-        more = len(reasons) - _NAMED
-        raise ModelMismatchError("; ".join(reasons[:_NAMED]) + (f"; and {more} more" if more > 0 else ""))
+        raise ModelMismatchError(first_of(reasons, "; "))
 
 
 def _sizes(manager: Any) -> dict[str, tuple[int, int]]:

@@ -17,8 +17,7 @@ from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.messages import Model, State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, RefitError, StaleVersionError, TransferError
-from megatron_patches.refit.layout.boxes import View, row_major_strides
-from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.transports.memory_mode import MemoryMode
@@ -134,17 +133,8 @@ class AdapterSession:
         manager = manager_of(serving.model, serving.config)
         check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
         check_adapter(manager, model.tensors)
-        specs = model.tensors
-        self._shapes, self._dtype = {spec.name: spec.shape for spec in specs}, manager.lora_config.lora_dtype
-        return Manifest(
-            serving.worker,
-            socket.gethostname(),
-            tuple(Storage(spec.name, spec.dtype, spec.box.volume, spec.box.volume) for spec in specs),
-            tuple(
-                Placement(spec.box, View(spec.name, 0, spec.box.shape, row_major_strides(spec.box.shape)))
-                for spec in specs
-            ),
-        )
+        self._shapes, self._dtype = {spec.name: spec.shape for spec in model.tensors}, manager.lora_config.lora_dtype
+        return Manifest.of_whole(serving.worker, socket.gethostname(), model.tensors)
 
     def _take(self, call: RefitCall) -> None:
         made: list[Arriving] = []

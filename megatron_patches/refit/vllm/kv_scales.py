@@ -49,14 +49,9 @@ def with_kv_scales(manifest: Manifest, model: nn.Module, config: VllmConfig, ten
     if not names:
         return manifest
     places = _places(model, config, names)
-    return Manifest(
-        manifest.rank,
-        manifest.host,
-        (*manifest.storages, *(Storage(place, "float32", 1, 1) for place in places.values())),
-        (
-            *manifest.placements,
-            *(Placement(Box(name, (0,), (1,)), View(place, 0, (1,), (1,))) for name, place in places.items()),
-        ),
+    return manifest.with_more(
+        (Storage(place, "float32", 1, 1) for place in places.values()),
+        (Placement(Box(name, (0,), (1,)), View(place, 0, (1,), (1,))) for name, place in places.items()),
     )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_patches.refit.errors import ModelMismatchError, TransferError
-from megatron_patches.refit.layout.boxes import TensorSpec
+from megatron_patches.refit.layout.boxes import Box, TensorSpec
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES, are_encoded_apart
 from megatron_patches.refit.layout.manifest import Manifest, Placement
 from megatron_patches.refit.layout.weight_format import BLOCK, QUANTIZED, blocks_of, is_scale, scales_of
@@ -71,14 +71,8 @@ def check_weight_values(manifest: Manifest, arrived: Mapping[str, torch.Tensor])
         TransferError: with the box of a weight that is not.
     """
     placements = [place for place in manifest.placements if manifest.storage[place.view.storage].dtype in FLOAT_DTYPES]
-    for place in _suspects(placements, arrived, -math.inf):
-        values = place.view.tensor(arrived[place.view.storage])
-        usable = values.isfinite()
-        if not usable.all():
-            raise TransferError(
-                f"{place.box} has a weight of {float(values[~usable][0])}; this engine quantizes weights, which must "
-                "be finite"
-            )
+    for box, value in _unusable(placements, arrived, -math.inf):
+        raise TransferError(f"{box} has a weight of {value}; this engine quantizes weights, which must be finite")
 
 
 def check_scale_values(manifest: Manifest, arrived: Mapping[str, torch.Tensor]) -> None:
@@ -94,13 +88,8 @@ def check_scale_values(manifest: Manifest, arrived: Mapping[str, torch.Tensor]) 
     placements = [place for place in manifest.placements if is_scale(place.box.tensor)]
     if not placements or _are_all_good(dict.fromkeys(place.view.storage for place in placements), arrived):
         return
-    for place in _suspects(placements, arrived, 0.0):
-        values = place.view.tensor(arrived[place.view.storage])
-        usable = (values > 0.0) & values.isfinite()
-        if not usable.all():
-            raise TransferError(
-                f"{place.box} has a scale of {float(values[~usable][0])}; it must be positive and finite"
-            )
+    for box, value in _unusable(placements, arrived, 0.0):
+        raise TransferError(f"{box} has a scale of {value}; it must be positive and finite")
 
 
 def _are_all_good(names: Iterable[str], arrived: Mapping[str, torch.Tensor]) -> bool:
@@ -109,18 +98,23 @@ def _are_all_good(names: Iterable[str], arrived: Mapping[str, torch.Tensor]) -> 
     return bool(0.0 < low <= high < math.inf)
 
 
-def _suspects(
+def _unusable(
     placements: Sequence[Placement], arrived: Mapping[str, torch.Tensor], above: float
-) -> Sequence[Placement]:
-    """The placements in whose storages some number, perhaps of another one, is not finite or not above a bound."""
+) -> Iterator[tuple[Box, float]]:
+    """Boxes with a number that is not finite or not above a bound, and the first such number of each."""
     if not placements:
-        return []
+        return
     # All experts of a layer have one storage, and most storages have nothing but scales: few operations, one wait.
     names = dict.fromkeys(place.view.storage for place in placements)
     lowest_and_highest = [torch.stack(torch.aminmax(arrived[name])).float() for name in names]
     bounds = torch.stack(lowest_and_highest).tolist()
     found = {name for name, (low, high) in zip(names, bounds, strict=True) if not above < low <= high < math.inf}
-    return [place for place in placements if place.view.storage in found]
+    for place in placements:
+        if place.view.storage in found:  # perhaps because of another box
+            values = place.view.tensor(arrived[place.view.storage])
+            usable = (values > above) & values.isfinite()
+            if not usable.all():
+                yield place.box, float(values[~usable][0])
 
 
 def record_in_one_format(load: Any, parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> Recording:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.transports.c10d_groups import NcclGroup, NcclWay
+from megatron_patches.refit.transports.c10d_groups import NcclGroup
 
 
 @dataclass
@@ -118,21 +118,11 @@ class ModelGroup(NcclGroup):
     def __init__(self, communicator: Communicator, party: int) -> None:
         self._communicator, self._party = communicator, party
 
-    def way(self, peer: int) -> ModelWay:
-        return ModelWay(self._communicator, self._party, peer)
+    def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> Batch:
+        return self._communicator.begin(self._party, Batch(peer, True, deque(tensors)))
+
+    def receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> Batch:
+        return self._communicator.begin(self._party, Batch(peer, False, deque(tensors)))
 
     def abort(self) -> None:
         self._communicator.abort(self._party)
-
-
-class ModelWay(NcclWay):
-    """A party's side of a link."""
-
-    def __init__(self, communicator: Communicator, party: int, peer: int) -> None:
-        self._communicator, self._party, self._peer = communicator, party, peer
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> Batch:
-        return self._communicator.begin(self._party, Batch(self._peer, True, deque(tensors)))
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> Batch:
-        return self._communicator.begin(self._party, Batch(self._peer, False, deque(tensors)))

@@ -51,8 +51,8 @@ def test_the_fastest_that_reaches_all(localities: list[Locality], chosen: Transp
 def test_all_pairs_of_an_engine_take_one_transport(sources_of: list[list[int]], chosen: TransportName) -> None:
     """Of two trainer ranks, one is on the host of the engine's two workers, whose requests decide."""
     registry, encode = Registry(2), msgspec.msgpack.encode
-    nothing = Asked[list[Request]]({}, "", {})
-    asked = [Asked[list[Request]]({rank: [] for rank in ranks}, "", {}) for ranks in sources_of]
+    nothing = Asked[list[Request]]({}, "")
+    asked = [Asked[list[Request]]({rank: [] for rank in ranks}, "") for ranks in sources_of]
     registry.answer(Step.PLANNING, [encode(part) for part in (nothing, nothing, *asked)])
     localities = [HERE, Locality("b", "", nixl=True), HERE, HERE]
     answers = registry.answer(Step.CHOOSING, [encode(locality) for locality in localities])

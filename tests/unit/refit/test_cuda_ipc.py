@@ -14,7 +14,7 @@ import pytest
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.loads import Reach, Terms, cut_into_loads
-from megatron_patches.refit.memory.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
+from megatron_patches.refit.memory.ports import Bits, Bytes, Done, Memory, Payload, Pending, host_bytes
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.memory.staging import SLOTS, StagingPool
 from megatron_patches.refit.planning.plan import Plan, make_plan
@@ -110,7 +110,7 @@ class HostGpu:
         with open(handle.decode(), "rb") as file:  # noqa: PTH123 - not a path but a descriptor
             return Opened(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.out)
 
-    def address_of(self, memory: Elements | Payload) -> int:
+    def address_of(self, memory: Bits | Payload) -> int:
         assert isinstance(memory, np.ndarray)
         return int(memory.ctypes.data)
 

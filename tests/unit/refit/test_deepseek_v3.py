@@ -97,7 +97,7 @@ def test_all_ranks_together_hold_the_whole_model_and_nothing_else(
     config: dict[str, object], transformer_engine: bool
 ) -> None:
     family, mesh = family_from_config(config), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2, first=1)
-    options = TrainerOptions(fused_norms=transformer_engine, grouped_experts=transformer_engine)
+    options = TrainerOptions(transformer_engine=transformer_engine)
     held = boxes_held(family, mesh, options)
     assert_whole(held, family.shapes())
     down = held["model.layers.2.self_attn.kv_a_proj_with_mqa.weight"]

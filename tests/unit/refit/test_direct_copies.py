@@ -9,7 +9,6 @@ import torch
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.boxes import Box, View
 from megatron_patches.refit.memory.loads import Load, Reach, Terms, cut_into_loads
-from megatron_patches.refit.memory.ports import Spot
 from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.transports.c10d import _Pieces
@@ -48,7 +47,7 @@ FUSED = [
 def test_two_halves_of_a_fused_weight_are_one_run() -> None:
     """The second half of what follows lies elsewhere at the target; the last box consists of rows."""
     copies = DirectCopies.of(Load(0, 0, 0, tuple(FUSED), direct=True))
-    assert (copies.sources, copies.first_reads, copies.first_boxes) == (["f"], [0], [0, 2])
+    assert (copies.sources, copies.targets) == (["f"], ["g", "h"])
     assert copies.nbytes.tolist() == [2 * 3 * 8, 3 * 8]
     sources, targets = np.array([1000]), np.array([5000, 7000])
     assert [each.tolist() for each in copies.runs.addresses(sources, targets)] == [[1016, 1064], [5000, 7048]]
@@ -63,10 +62,9 @@ def test_c10d_sends_and_receives_boxes_that_follow_each_other_as_one(on_torch: b
     held = {name: rng.integers(0, 2**16, 64, dtype=np.uint16) for name in "fgh"}
     memory = {name: torch.from_numpy(array) for name, array in held.items()} if on_torch else held
     for read, expected in ((True, [("f", 8, 32), ("f", 32, 44)]), (False, [("g", 0, 24), ("h", 24, 36)])):
-        places = [Spot(memory[view.storage], view) for view in (each.read if read else each.write for each in FUSED)]
         pieces = _Pieces(read=read)
         for _ in range(2):  # of every version
-            found = pieces.of(load, places)
+            found = pieces.of(load, memory)
             assert [piece.numpy().tobytes() for piece in found] == [
                 held[name][low:high].tobytes() for name, low, high in expected
             ]
@@ -77,7 +75,7 @@ def test_c10d_sends_and_receives_boxes_that_follow_each_other_as_one(on_torch: b
 
 def test_c10d_sends_no_part_of_a_load_with_other_boxes() -> None:
     with pytest.raises(PartyFailedError, match="load 0 has boxes that are not contiguous"):
-        _Pieces(read=True).of(Load(0, 0, 0, tuple(FUSED), direct=True), [])
+        _Pieces(read=True).of(Load(0, 0, 0, tuple(FUSED), direct=True), {})
 
 
 def test_a_box_of_single_elements_is_refused() -> None:

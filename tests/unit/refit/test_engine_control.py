@@ -319,7 +319,7 @@ def test_one_rank_tells_the_names_of_the_whole_model(rank: int, monkeypatch: pyt
     manifest = Manifest(rank, "here", (Storage("w", "bfloat16", 4, 4),), ())
     family = SimpleNamespace(shapes=lambda: {"w": (4,)}, config=lambda: {"model_type": "llama"})
     monkeypatch.setattr(live, "describe_rank", lambda *_: SimpleNamespace(family=family, manifest=manifest))
-    monkeypatch.setattr(live, "LiveMemory", lambda *_: None)
+    monkeypatch.setattr(live.MegatronSource, "prepare", lambda _: None)
     session = RefitSession([], [], vocab_size=1)
     session.exchange = cast(Any, SimpleNamespace(rank=rank, size=2))
     held = session._describe()

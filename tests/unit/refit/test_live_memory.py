@@ -16,7 +16,7 @@ from megatron_patches.refit.errors import RefitError, UnmappedParameterError, Un
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.source import live
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.live import LiveMemory
+from megatron_patches.refit.source.live import MegatronSource
 
 
 class Layer(nn.Module):
@@ -65,6 +65,13 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+def prepared(model: Model) -> MegatronSource:
+    """The source of a model that was described."""
+    source = MegatronSource([model], 6, None)
+    source.prepare()
+    return source
+
+
 def check(found: Memory, model: nn.Module) -> None:
     """It is what a description of the model as it is now says."""
     expected = {item.shard.storage: item.memory for item in describe_model([model])}
@@ -76,7 +83,7 @@ def check(found: Memory, model: nn.Module) -> None:
 
 def test_values_and_memory_may_change(described: list[int]) -> None:
     model = Model()
-    memory = LiveMemory([model], None)
+    memory = prepared(model)
     check(memory.look_up(), model)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -90,7 +97,7 @@ def test_values_and_memory_may_change(described: list[int]) -> None:
 
 def test_biases_of_routers_are_put_back_to_float32_each_time() -> None:
     model = Model()
-    memory = LiveMemory([model], None)
+    memory = prepared(model)
     for _ in range(3):
         model.bfloat16()
         assert model.first.bias.dtype == torch.bfloat16
@@ -114,7 +121,7 @@ def _another_buffer(model: Model) -> None:
 @pytest.mark.parametrize("change", [_another_parameter, _another_module, _another_buffer])
 def test_other_tensors_of_the_same_form_are_found(change: Callable[[Model], None], described: list[int]) -> None:
     model = Model()
-    memory = LiveMemory([model], None)
+    memory = prepared(model)
     change(model)
     check(memory.look_up(), model)
     assert len(described) == 2
@@ -126,12 +133,12 @@ def test_a_single_number_is_named() -> None:
     model = Model()
     model.first.register_buffer("steps", torch.tensor(3))
     with pytest.raises(UnmappedParameterError, match=r"decoder\.layers\.0\.steps, which is a single number"):
-        LiveMemory([model], None)
+        prepared(model)
 
 
 def test_parameters_on_the_host_beside_others_on_a_device_are_named() -> None:
     model = Model()
-    memory = LiveMemory([model], None)
+    memory = prepared(model)
     model.tied = model.output.weight = nn.Parameter(torch.empty(6, 4, dtype=torch.bfloat16, device="meta"))
     with pytest.raises(RefitError, match=r"decoder\.layers\.0\.linear\.weight \(and 3 more\) is in the host's memory"):
         memory.look_up()
@@ -170,7 +177,7 @@ def _one_less(model: Model) -> None:
 )
 def test_another_model_is_refused(change: Callable[[Model], None], said: str) -> None:
     model = Model()
-    memory = LiveMemory([model], None)
+    memory = prepared(model)
     memory.look_up()
     change(model)
     for _ in range(2):
@@ -180,7 +187,7 @@ def test_another_model_is_refused(change: Callable[[Model], None], said: str) ->
 
 def test_memory_that_is_no_longer_contiguous_is_refused() -> None:
     model = Model()
-    memory = LiveMemory([model], None)
+    memory = prepared(model)
     model.first.linear.weight.data = torch.randn(6, 4, dtype=torch.bfloat16).t()
     with pytest.raises(RefitError, match="not contiguous"):
         memory.look_up()
@@ -189,7 +196,7 @@ def test_memory_that_is_no_longer_contiguous_is_refused() -> None:
 def test_memory_that_was_let_go_of_is_not_read() -> None:
     """Weights may have been moved to the host, and their memory freed under the same parameter."""
     model = Model()
-    memory = LiveMemory([model], None)
+    memory = prepared(model)
     freed = model.first.linear.weight.untyped_storage()
     size = freed.nbytes()
     freed.resize_(0)
@@ -208,6 +215,6 @@ def test_a_weight_that_is_split_by_another_system_is_refused(tmp_path: Path) -> 
         split = distribute_tensor(model.output.weight.data, mesh, [Shard(0)])
         model.output.weight = model.tied = nn.Parameter(split)
         with pytest.raises(UnsupportedModelError, match=r"tied is a DTensor, .* without --use-torch-fsdp2"):
-            LiveMemory([model], None)
+            prepared(model)
     finally:
         dist.destroy_process_group()

@@ -117,7 +117,7 @@ def test_all_names_of_a_layers_kind_are_understood() -> None:
 @pytest.mark.parametrize("transformer_engine", [False, True])
 def test_all_ranks_together_hold_the_whole_model_and_nothing_else(transformer_engine: bool) -> None:
     family, mesh = family_from_config(MTP), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2)
-    options = TrainerOptions(fused_norms=transformer_engine, grouped_experts=transformer_engine)
+    options = TrainerOptions(transformer_engine=transformer_engine)
     assert_whole(boxes_held(family, mesh, options), family.shapes())
 
 

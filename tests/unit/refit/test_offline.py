@@ -74,7 +74,7 @@ def test_grouped_experts_and_fused_norms_are_the_same_boxes_under_other_names() 
         family = family_from_config(config)
         this = mesh if config is EXPERTS else TrainerMesh(tp=2, etp=2)
         plain = trainer_manifest(family, this, 3)
-        grouped = trainer_manifest(family, this, 3, TrainerOptions(fused_norms=True, grouped_experts=True))
+        grouped = trainer_manifest(family, this, 3, TrainerOptions(transformer_engine=True))
         assert {(item.box, item.view.offset) for item in plain.placements} == {
             (item.box, item.view.offset) for item in grouped.placements
         }

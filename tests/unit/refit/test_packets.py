@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from megatron_patches.refit.memory.delta import Base, Delta
 from megatron_patches.refit.memory.device_port import DevicePort
 from megatron_patches.refit.memory.loads import Load, Reach, Terms, cut_into_loads, goes_directly
 from megatron_patches.refit.memory.packets import Packet
-from megatron_patches.refit.memory.ports import Batch, Bits, Payload, Piece
+from megatron_patches.refit.memory.ports import Batch, Bits, Payload, Piece, elements
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.memory.unpacker import Unpacker
 from megatron_patches.refit.planning.plan import Plan, make_plan
@@ -126,6 +127,13 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
         width = [step * held[box.tensor].itemsize for step in view.strides]
         found = np.lib.stride_tricks.as_strided(memory[box.tensor], view.shape, width)
         assert np.array_equal(found, held[box.tensor].reshape(box.shape))
+
+
+def in_place(load: Load, sender: Sender, unpacker: Unpacker) -> Iterator[tuple[Bits, Bits]]:
+    """Each box of a direct load, at its source and where it belongs."""
+    held, taken = sender.storages(load), unpacker.storages(load)
+    for item in load.items:
+        yield elements(item.read, held, item.dtype, "source"), elements(item.write, taken, item.dtype, "target")  # type: ignore[arg-type]
 
 
 def random_bits(seed: int, like: Manifest) -> dict[str, Bits]:
@@ -284,10 +292,10 @@ class Straight:
         announced = self.unpacker.load_of(structs.replace(packet, digests=()))
         assert announced.direct
         assert announced.items == load.items
-        for source, target in zip(self.sender.places(load), self.unpacker.places(announced), strict=True):
-            assert np.shares_memory(source.elements(), self.held)
-            assert np.shares_memory(target.elements(), self.taken)
-            np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
+        for source, target in in_place(load, self.sender, self.unpacker):
+            assert np.shares_memory(source, self.held)
+            assert np.shares_memory(target, self.taken)
+            np.copyto(target, source)
         return packet
 
 
@@ -353,8 +361,8 @@ def test_a_version_may_come_into_other_memory_than_the_last(straight: Straight) 
     loads = straight.sender.loads[0]
     assert [load for wave in straight.sender.waves() for load in wave] == loads
     for load, packing in zip(loads, straight.sender.digest(tuple(loads), 2), strict=True):
-        for source, target in zip(straight.sender.places(load), straight.unpacker.places(load), strict=True):
-            np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
+        for source, target in in_place(load, straight.sender, straight.unpacker):
+            np.copyto(target, source)
         assert packing.load == load
         straight.unpacker.accept(packing.result(), b"").result()
     straight.unpacker.verify()
@@ -402,7 +410,7 @@ def test_what_a_port_cannot_use_is_named() -> None:
         ({"w": short, "v": short.to("meta")}, r"lie on \['cpu', 'meta'\]; one device is needed"),
     ):
         with pytest.raises(TransferError, match=message):
-            DevicePort(tensors, "a GPU").places(batch)
+            DevicePort(tensors, "a GPU").storages(batch)
     port = DevicePort({"w": short}, "a GPU")
     with pytest.raises(TransferError, match="have moved from cpu to meta; bring them back, or prepare again"):
         port.renew({"w": short.to("meta")})
@@ -418,8 +426,8 @@ def test_nothing_holds_a_versions_memory_once_it_is_there(straight: Straight) ->
     unpacker.begin(1, {"w": taken})
     for load in sender.loads[0]:
         packet = sender.digest((load,), 1)[0].result()
-        for source, target in zip(sender.places(load), unpacker.places(load), strict=True):
-            np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
+        for source, target in in_place(load, sender, unpacker):
+            np.copyto(target, source)
         unpacker.accept(packet, b"").result()
     unpacker.verify()
     sender.close()

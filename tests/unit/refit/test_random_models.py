@@ -119,8 +119,7 @@ def arrives_whole(
     options = TrainerOptions(
         vocab_multiple=1 + seed % 5,
         pad_for_alignment=(1, 4, 16)[seed % 3],
-        fused_norms=transformer_engine,
-        grouped_experts=transformer_engine,
+        transformer_engine=transformer_engine,
     )
     try:
         hosts = Hosts(ranks_per_host=3, colocated=colocated)

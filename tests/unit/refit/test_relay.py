@@ -12,6 +12,7 @@ from megatron_patches.refit.layout.digest import digest_array
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.fan_out import Committed, Relay
 from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.planning.tensors import fold_tensors
 
 SPECS = (TensorSpec("v", (7,), "bfloat16"), TensorSpec("w", (4, 5), "bfloat16"))
 
@@ -29,7 +30,7 @@ def committed() -> tuple[Committed, dict[str, np.ndarray]]:
     )
     storages = tuple(Storage(name, "bfloat16", held.size, held.size) for name, held in memory.items())
     digests = [digest_array(whole["w"][1:3], rows, (4, 5)), digest_array(whole["v"], SPECS[0].box, (7,))]
-    return Committed(7, Model({}, SPECS), Manifest(0, "here", storages, places), memory, digests), memory
+    return Committed(7, Model({}, fold_tensors(SPECS)), Manifest(0, "here", storages, places), memory, digests), memory
 
 
 def test_what_the_trainer_sent_passes() -> None:

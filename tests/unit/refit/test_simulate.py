@@ -85,7 +85,7 @@ def test_planned_requests_are_those_that_a_worker_makes() -> None:
         assert decode(heard, type=dict[int, Offer]).keys() == requests.keys()  # of nobody else
         assert worker.messages == 2 * 7 + len(requests)  # seven steps, and a greeting on each link
         assert (worker.peers, worker.requests) == (len(requests), sum(map(len, requests.values())))
-        assert worker.weight_bytes == sum(decode(told, type=Asked[list[Request]]).nbytes.values())
+        assert worker.weight_bytes == sum(request.nbytes for found in requests.values() for request in found)
         assert worker.received_bytes > len(overlaps[rank]) + len(fleet.model)
         assert worker.sent_bytes > len(told)
     for rank, order in enumerate(orders):

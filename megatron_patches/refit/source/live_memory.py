@@ -1,0 +1,184 @@
+"""The memory of a rank's tensors, looked up for each push, whatever describes them.
+
+Describing thousands of experts takes longer than moving them. So a later lookup reuses the description if the model
+consists of the same tensors, with the same shapes and dtypes; their memory may differ.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from megatron_patches.refit.errors import RefitError, first_of
+from megatron_patches.refit.memory.ports import FlatMemory
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Shard(Protocol):
+    """The description of what a rank holds of one tensor. Equal if nothing but its memory has changed."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+
+    @property
+    def storage(self) -> str:
+        """Name of its memory, unique on the rank; empty if the rank holds nothing of it."""
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape in memory, padding included."""
+
+    @property
+    def form(self) -> str:
+        """Dtype and shape, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor[S: Shard]:
+    """A described tensor and its memory.
+
+    Attributes:
+        shard: the description.
+        tensor: the parameter or buffer.
+        dtype: its dtype.
+    """
+
+    shard: S
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Its current elements, padding included: a one-dimensional tensor that shares their memory.
+
+        Raises:
+            RefitError: if it has no memory now.
+        """
+        memory = local_elements(self.tensor).view(-1)
+        if (memory.storage_offset() + memory.numel()) * memory.element_size() > memory.untyped_storage().nbytes():
+            raise RefitError(
+                f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
+                "phases, has let go of it; bring it back before a push"
+            )
+        return memory
+
+    @property
+    def is_as_described(self) -> bool:
+        """Whether the description is still valid."""
+        local = local_elements(self.tensor)
+        return local.shape == self.shard.held_shape and local.dtype == self.dtype and local.is_contiguous()
+
+
+class LiveMemory[S: Shard](ABC):
+    """Describes the tensors of a model, and looks up their memory for each push.
+
+    Attributes:
+        tensors: the tensors as they were described last.
+    """
+
+    changed: ClassVar[str]
+    """What is wrong if the tensors have changed; the changes follow at ``{}``."""
+
+    def __init__(self) -> None:
+        self.tensors: Sequence[LiveTensor[S]] = ()
+        self._prepared: Sequence[S] | None = None
+        self._present: Sequence[Sequence[torch.Tensor | None]] = ()
+
+    @abstractmethod
+    def _models(self) -> Sequence[torch.nn.Module]:
+        """The modules that the tensors belong to."""
+
+    @abstractmethod
+    def _described(self) -> Sequence[LiveTensor[S]]:
+        """Describes all tensors of the modules."""
+
+    def prepare(self) -> None:
+        """Describes the tensors. Later lookups must find the same.
+
+        Raises:
+            RefitError: if one cannot be described.
+        """
+        self._describe()
+        self._prepared = [live.shard for live in self.tensors]
+
+    def look_up(self) -> FlatMemory:
+        """The storages of the description, by name: flat tensors, all in the host's memory or all on one device.
+
+        Raises:
+            RefitError: before :meth:`prepare`, if the tensors have changed, one has no memory now, or some are in the
+                host's memory and others on a device.
+        """
+        if self._prepared is None:
+            raise RefitError("prepare() has not succeeded")
+        if not self._same():
+            self._describe()
+            now = [live.shard for live in self.tensors]
+            if now != self._prepared:
+                self._present = ()  # otherwise the next lookup would accept the changed model
+                raise RefitError(self.changed.format(_changes(self._prepared, now)))
+        found: dict[str, torch.Tensor] = {}
+        on_host: list[str] = []
+        for live in self.tensors:
+            if live.shard.storage:
+                found[live.shard.storage] = memory = live.memory
+                if memory.is_cpu:
+                    on_host.append(live.shard.name)
+        if 0 < len(on_host) < len(found):
+            raise RefitError(
+                f"{on_host[0]} (and {len(on_host) - 1} more) is in the host's memory, and others are on a device; "
+                "bring all to one before a push"
+            )
+        return found
+
+    def _describe(self) -> None:
+        self.tensors = self._described()
+        self._present = [held_tensors(model) for model in self._models()]
+
+    def _same(self) -> bool:
+        """Whether the description is still valid."""
+        found = [held_tensors(model) for model in self._models()]
+        if list(map(len, found)) != list(map(len, self._present)):
+            return False
+        if not all(map(operator.is_, chain.from_iterable(found), chain.from_iterable(self._present))):
+            return False
+        return all(live.is_as_described for live in self.tensors)
+
+
+def local_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has this rank's elements of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.data
+
+
+def held_tensors(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """Every parameter and persistent buffer, once per module that has it; fast, and in a fixed order."""
+    found: list[torch.Tensor | None] = []
+    left = [model]
+    while left:
+        module = left.pop()
+        found.extend(module._parameters.values())
+        found.extend(
+            buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
+        )
+        left.extend(child for child in module._modules.values() if child is not None)
+    return found
+
+
+def _changes(before: Iterable[Shard], after: Iterable[Shard]) -> str:
+    """Which tensors have changed, for a message."""
+    old, new = ({shard.storage or shard.name: shard for shard in shards} for shards in (before, after))
+    found = [f"{old[storage].name} is gone" for storage in old.keys() - new.keys()]
+    found += [f"{new[storage].name} is new" for storage in new.keys() - old.keys()]
+    both = [(old[storage], new[storage]) for storage in old.keys() & new.keys()]
+    found += [f"{was.name} was {was.form} and is {now.form}" for was, now in both if was != now]
+    if not found:
+        return "they come in another order"
+    return first_of(sorted(found))
