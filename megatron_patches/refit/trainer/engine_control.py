@@ -232,18 +232,17 @@ class EngineControl:
         self._call = self._caller.submit(run)
 
     def _join(self, staging_bytes: int) -> None:
-        engine = self.engine
+        engine, invitation = self.engine, self.rendezvous.invitation
         try:
             self.workers = engine.world_size()
             self._check(engine)
+            self.rendezvous.expect(self._sources + self.workers)
+            where = meeting_at(invitation, self._sources, self.options, staging_bytes)
+            engine.call({"call": "join", "token": invitation.token, **where})
         except Exception as error:
             self.unreachable = not _is_up(engine)
-            self.rendezvous.give_up(describe_error(error))  # nobody waits for workers that were never asked
+            self.rendezvous.give_up(describe_error(error))  # nobody waits for workers that do not come
             raise
-        self.rendezvous.expect(self._sources + self.workers)
-        invitation = self.rendezvous.invitation
-        where = meeting_at(invitation, self._sources, self.options, staging_bytes)
-        engine.call({"call": "join", "token": invitation.token, **where})
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
 
     def _wake_weights(self) -> None:

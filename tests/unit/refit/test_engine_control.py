@@ -313,6 +313,15 @@ def test_an_engine_that_must_not_join_is_not_asked_to(refused: tuple[str, ...]) 
     assert (engine.asked, control.unreachable) == (["check"], bool(refused))
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_an_engine_that_refuses_to_join_is_not_waited_for(dead: bool) -> None:
+    engine = Engine("one", "join", *(["check"] if dead else []))
+    reason, took, control = joined(engine)
+    assert "one refuses to join" in reason
+    assert took < 5
+    assert (engine.asked, control.unreachable) == (["join", "check"], dead)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_tells_the_names_of_the_whole_model(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every party is sent what each rank tells."""
