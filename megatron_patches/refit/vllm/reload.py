@@ -136,7 +136,7 @@ class Replacement:
         left, self._left = self._left, []
         if left:
             logger.info("refit: vLLM processes the weights of %d layers while the engine waits", len(left))
-            self._users.settle(())  # the receiver of the weights may have had views of them when begin() ran
+            self._users.settle()  # the receiver of the weights may have had views of them when begin() ran
         pairs: list[Pair] = []
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer, names in left or ():

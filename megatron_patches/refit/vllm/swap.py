@@ -84,12 +84,11 @@ class Users:
         self._known = {int(holder._cdata) for tensor in self._tensors for holder in _holders(tensor)}
         self._count = {int(tensor.untyped_storage()._cdata): users_of(tensor) for tensor in self._tensors}
 
-    def settle(self, made: Iterable[torch.Tensor]) -> None:
-        """Lowers the counts for references dropped since. ``made``, made from the memory since, does not count."""
-        holders = self._new_holders(made)
+    def settle(self) -> None:
+        """Lowers the counts for references dropped since, while nothing has been made from the memory yet."""
         for tensor in self._tensors:
             storage = int(tensor.untyped_storage()._cdata)
-            self._count[storage] = min(self._count[storage], users_of(tensor) - len(holders.get(storage, ())))
+            self._count[storage] = min(self._count[storage], users_of(tensor))
 
     def joined_only_by(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Identities of the storages of ``tensors`` to which no other tensor has begun to refer since."""

@@ -225,10 +225,9 @@ def test_who_has_let_go_of_new_content_hides_nobody() -> None:
     serving, staged, also = bits((8, 6), 0), bits((48,), 1), bits((48,), 2)
     held = [staged.view(torch.uint8).numpy(), also.view(torch.uint8).numpy()]
     users = Users([staged, also])
-    before = (bits((48,), 3), also.view(48))  # made while it was held
     held.clear()
-    users.settle([before[1]])
-    pairs = [(serving, staged.as_strided((8, 6), (6, 1))), before]
+    users.settle()
+    pairs = [(serving, staged.as_strided((8, 6), (6, 1))), (bits((48,), 3), also.view(48))]
     assert Swap(pairs, users, room_bytes=ROOM).copied_bytes == 0
     kept = staged[:3], also[:3]
     assert Swap(pairs, users, room_bytes=ROOM).copied_bytes == 2 * 96
