@@ -10,7 +10,7 @@ block of 128 x 128 it would keep an address and a mask for each element in regis
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -79,10 +79,29 @@ class Table:
             "tile": tile,
             "num_warps": warps,
         }
+        self._again: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
+        """What launches a compiled kernel, and its last arguments, by all that Triton compiles it for."""
 
     def launch(self, kernel: Any, *numbers: Any, **constants: Any) -> None:
         """Run one program of ``kernel`` for each tile."""
-        kernel[(self.count,)](self.matrices, self.owners, *numbers, **constants, **self._constants)
+        form = kernel, *map(_form, numbers), *constants.values()
+        if form in self._again:
+            run, last = self._again[form]
+            run(self.matrices, self.owners, *numbers, *last)
+            return
+        grid, constants = (self.count, 1, 1), constants | self._constants
+        compiled = kernel[grid](self.matrices, self.owners, *numbers, **constants)
+        # Nothing is compiled under Triton's interpreter.
+        if compiled is not None:
+            last = [constants[name] for name in kernel.arg_names[2 + len(numbers) :]]
+            self._again[form] = compiled[grid], last
+
+
+def _form(number: Any) -> object:
+    """What Triton compiles a kernel for, of an argument that is no constant; of an integer, more than that."""
+    if isinstance(number, torch.Tensor):
+        return number.dtype, number.data_ptr() % _ALIGNMENT == 0
+    return number
 
 
 class TileTable(Table):

@@ -86,9 +86,8 @@ class SourceParty(Party[SendingEnd]):
                 sender.relate_to(base)
                 with closing(sender), self._timed("move"):
                     end.begin(memory, self._assembly.check)
-                    send_version(sender, end, version, self._assembly.check)
-                if writing is not None:
-                    writing.confirm()
+                    written = writing.confirm if writing is not None else lambda: None
+                    send_version(sender, end, version, self._assembly.check, written)
                 confirm(memory)
                 return Moved(self.seconds, self.staging.peak_bytes, bytes_by_source=(end.sent_bytes,))
 

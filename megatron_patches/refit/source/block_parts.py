@@ -98,11 +98,16 @@ class BlockParts(ABC):
     @abstractmethod
     def __init__(self, parts: Sequence[BlockPart], quantized: torch.Tensor, *, power_of_two: bool) -> None: ...
 
+    @property
+    @abstractmethod
+    def measures(self) -> bool:
+        """Whether there are blocks that :meth:`measure` does not leave out."""
+
     @abstractmethod
     def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
         """Raises the magnitudes of blocks to those of this rank's weights. NaN is the largest.
 
-        May leave out blocks whose scales :meth:`quantize` computes.
+        Leaves out blocks whose scales :meth:`quantize` computes.
 
         Args:
             weights: flat memory, by storage.
@@ -128,6 +133,11 @@ class HostParts(BlockParts):
     def __init__(self, parts: Sequence[BlockPart], quantized: torch.Tensor, *, power_of_two: bool) -> None:
         self._parts = [chunk for part in parts for chunk in _chunks(part)]
         self._quantized, self._power_of_two = quantized, power_of_two
+
+    @property
+    def measures(self) -> bool:
+        """See :class:`BlockParts`."""
+        return bool(self._parts)
 
     def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
         """See :class:`BlockParts`."""
@@ -184,6 +194,11 @@ class KernelParts(BlockParts):
         self._quantized, self._power_of_two = quantized, power_of_two
         self._addresses: tuple[int, ...] = ()
         self._tables: list[tuple[list[TileTable], list[TileTable]]] = []
+
+    @property
+    def measures(self) -> bool:
+        """See :class:`BlockParts`."""
+        return any(group.others for group in self._groups)
 
     def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
         """See :class:`BlockParts`."""

@@ -165,7 +165,6 @@ class BlockQuantizer:
         *self._places, blocks = accumulate((grid.size for grid in self._grids), initial=0)
         self._amax = torch.zeros(blocks, device=device)
         self._scale, self._inverse = torch.ones_like(self._amax), torch.ones_like(self._amax)
-        self._usable = torch.ones_like(self._amax, dtype=torch.bool)
         # Of a cast: when an event has happened, what lies before the places of the same number is written.
         self._events: list[torch.cuda.Event] = []
         self._begins: dict[str, list[int]] = {_BYTES: [], _SCALES: []}
@@ -205,9 +204,11 @@ class BlockQuantizer:
         Args:
             memory: what the rank holds, by storage.
         """
-        self._amax.zero_()
+        if self._parts.measures:
+            self._amax.zero_()
         self._parts.measure(memory, self._amax)
-        self._amax.masked_fill_(self._amax.isnan(), torch.inf)  # NCCL's maximum of NaN and a number is the number
+        if self._parts.measures:
+            self._amax.masked_fill_(self._amax.isnan(), torch.inf)  # NCCL's maximum of NaN and a number is the number
 
     def agree(self) -> None:
         """Agrees with the other ranks on blocks that straddle them. Collective."""
@@ -224,14 +225,14 @@ class BlockQuantizer:
         self._events.clear()
         for begins in self._begins.values():
             begins.clear()
-        for dtype, part in self._of_dtypes:
-            largest = torch.finfo(dtype).max
-            self._scale[part] = scale_of(
-                self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
-            )
-        torch.reciprocal(self._scale, out=self._inverse)
+        if self._parts.measures:
+            for dtype, part in self._of_dtypes:
+                largest = torch.finfo(dtype).max
+                self._scale[part] = scale_of(
+                    self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
+                )
+            torch.reciprocal(self._scale, out=self._inverse)
         self._parts.quantize(memory, self._scale, self._inverse, self._written)
-        self._usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
         if self._amax.is_cuda:
             self._written(self._size, self._amax.numel())
 
@@ -249,8 +250,9 @@ class BlockQuantizer:
         """
         if self._events:
             self._events[-1].synchronize()
-        if not self._usable.all():
-            self._refuse(int(torch.nonzero(~self._usable)[0]))
+        usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
+        if not usable.all():
+            self._refuse(int(torch.nonzero(~usable)[0]))
 
     def _written(self, bytes_: int, scales: int) -> None:
         """Notes that so many bytes and scales are written once the current stream has done its work."""

@@ -54,11 +54,20 @@ def _stopped_by_errors(end: SendingEnd | ReceivingEnd) -> Iterator[None]:
         raise
 
 
-def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -> None:
+def send_version(
+    sender: Sender, end: SendingEnd, version: int, check: Check, meanwhile: Callable[[], None] = lambda: None
+) -> None:
     """Sends all loads of one version. Returns once their destinations have unpacked them.
 
+    Args:
+        sender: packs and digests them.
+        end: the sending end of the links.
+        version: number of the weights.
+        check: raises if another party has failed.
+        meanwhile: called once, when all loads are packed or digested and the last of them are on their way.
+
     Raises:
-        RefitError: if a box cannot be packed, a destination does not accept it, or ``check`` raises.
+        RefitError: if a box cannot be packed, a destination does not accept it, or ``check`` or ``meanwhile`` raises.
     """
     with _stopped_by_errors(end):
         packed = {
@@ -104,6 +113,7 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
                 end.wait_for_news(check, f"room for a packet to destination ranks {sorted(packed)[:8]}")
             looks.found()
             patience = Patience(end.timeout_s, at_work, check)
+        meanwhile()
         end.finish(check)
 
 
