@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,6 +27,27 @@ from megatron_patches.refit.memory.staging import Room, StagingPool
 _MASK = (1 << 64) - 1
 _VECTOR_BYTES = 16  # what the kernel reads at a time if everything is aligned to it
 _FIRST = -1  # priority of a stream whose kernels get the multiprocessors that become free
+
+
+class _Form(NamedTuple):
+    """What tables are valid for, of a storage.
+
+    Attributes:
+        past: bytes of its address past a multiple of 16.
+        numel: number of elements.
+        dtype: their type.
+    """
+
+    past: int
+    numel: int
+    dtype: torch.dtype
+
+
+class _Storage(NamedTuple):
+    """Where a storage lies, and its form."""
+
+    address: int
+    form: _Form
 
 
 @dataclass
@@ -78,8 +99,7 @@ class DevicePort:
             raise TransferError(f"the storages on {where} are packed by a Triton kernel: pip install triton")
         self._where, self._pool = where, pool
         self._memory: Mapping[str, torch.Tensor] = {}
-        self._addresses: Mapping[str, int] = {}
-        self._forms: Mapping[str, tuple[int, int, torch.dtype]] = {}
+        self._known: dict[str, _Storage] = {}
         self._checked: WeakKeyDictionary[Batch, tuple[tuple[str, ...], object]] = WeakKeyDictionary()
         self._device = _device_of(memory, where)
         if beside is not None and self._device != beside._device:
@@ -107,12 +127,7 @@ class DevicePort:
                 f"the storages on {self._where} have moved from {self._device} to {device}; bring them back, or "
                 "prepare again"
             )
-        self._memory = memory
-        self._addresses = {name: storage.data_ptr() for name, storage in memory.items()}
-        self._forms = {
-            name: (self._addresses[name] % _VECTOR_BYTES, storage.numel(), storage.dtype)
-            for name, storage in memory.items()
-        }
+        self._memory, self._known = memory, {}
         if self._stream is not None:
             # Wait for earlier work there, such as the optimizer's step. Memory that it has freed may also be written to
             # by the transports' streams.
@@ -153,12 +168,12 @@ class DevicePort:
     def storages(self, batch: Batch) -> FlatMemory:
         """See :class:`megatron_patches.refit.memory.ports.Port`."""
         names, known = self._checked.get(batch, ((), None))
-        form = tuple(map(self._forms.get, names))
+        form = tuple(map(self._form_of, names))
         if known != form:
             names = tuple({piece.view.storage: None for piece in batch.pieces})
             for piece in batch.pieces:
                 self._check(piece)
-            self._checked[batch] = names, tuple(map(self._forms.get, names))
+            self._checked[batch] = names, tuple(map(self._form_of, names))
         return self._memory
 
     def close(self) -> None:
@@ -222,14 +237,14 @@ class DevicePort:
         past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
         found = self._compiled.get(batch)
         ends = found.ends if found is not None else _ends(batch.pieces)
-        form = (past, *[self._forms.get(name) for name in ends])
+        form = (past, *map(self._form_of, ends))
         if found is None or found.form != form:
             for piece in batch.pieces:
                 self._check(piece)
-            parts = describe(batch.pieces, list(ends), [self._forms[name][0] for name in ends], past)
+            parts = describe(batch.pieces, list(ends), [self._known[name].form.past for name in ends], past)
             found = _Compiled(ends, form, parts, [self._upload(part.tiles) for part in parts])
             self._compiled[batch] = found
-        addresses = [self._addresses[name] for name in ends]
+        addresses = [self._known[name].address for name in ends]
         if found.addresses != addresses:
             origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
             tables = []
@@ -243,9 +258,21 @@ class DevicePort:
         for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
             yield part.shape, table, tiles
 
+    def _form_of(self, name: str) -> _Form | None:
+        """The form of a storage, or None if there is none. To look at all when a version begins would delay it."""
+        found = self._known.get(name)
+        if found is None:
+            storage = self._memory.get(name)
+            if storage is None:
+                return None
+            address = storage.data_ptr()
+            found = _Storage(address, _Form(address % _VECTOR_BYTES, storage.numel(), storage.dtype))
+            self._known[name] = found
+        return found.form
+
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
-        """Copies an array to the device. Synchronous, because it happens once."""
-        return torch.from_numpy(array).to(self._device)
+        """Copies an array to the device, on the current stream. CUDA has read all of it when this returns."""
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _under_way(self) -> DeviceWork:
         """All work given so far."""

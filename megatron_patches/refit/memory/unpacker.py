@@ -6,8 +6,9 @@ every wanted box, at the place that the destination's *manifest* states, not the
 digests.
 
 [Note: reading back] Boxes are read back in a few parts, each as soon as the last of its bytes have arrived, so that
-only the last part delays a version. Reading all of them at the end took a tenth of a push. No load writes where another
-one has written (the proof says so), so a box does not change once it is complete.
+only the last part delays a version. Reading all of them at the end took a tenth of a push. Each part is half of what is
+left, so the last one is small. No load writes where another one has written (the proof says so), so a box does not
+change once it is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_patches.refit.memory.ports import Batch, Done, Memory, Payload, Pe
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.planning.plan import Link, Plan
 
-_PARTS = 8
+_PARTS = 7  # the last two are 1/64 of all each
 
 
 class Unpacker:
@@ -239,7 +240,7 @@ class Unpacker:
 
     @cached_property
     def _parts(self) -> Sequence[_Part]:
-        """The parts in which the placements are read back, of about equal size, in the order in which they arrive."""
+        """The parts in which the placements are read back, in the order in which they arrive."""
         loads_of: dict[int, list[Load]] = defaultdict(list)
         for key, homes in self._homes.items():
             for home in np.unique(homes.placements):
@@ -257,7 +258,7 @@ class Unpacker:
         homes_of: list[list[int]] = [[]]
         size, filled = sum(sizes), 0
         for home in sorted(range(len(sizes)), key=arrives):
-            if filled * _PARTS >= size * len(homes_of):
+            if len(homes_of) < _PARTS and size - filled <= size / 2 ** len(homes_of):
                 homes_of.append([])
             homes_of[-1].append(home)
             filled += sizes[home]

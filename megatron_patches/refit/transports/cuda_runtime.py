@@ -323,21 +323,28 @@ class CudaExport:
 
 
 class CopyStreams:
-    """The streams of one GPU's copies, used in turn.
+    """The streams of one GPU's copies: some that are used in turn, and one for slots.
 
     Args:
         device: the GPU.
     """
 
+    for_slots = _STREAMS
+    """Number of the stream for slots, which do not wait there for the many bytes that were asked for before them."""
+
     def __init__(self, device: torch.device) -> None:
-        self.streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+        self.streams = [torch.cuda.Stream(device) for _ in range(_STREAMS + 1)]
         self._handles = [stream.cuda_stream for stream in self.streams]
         self._turn = 0
 
     def next(self) -> tuple[int, int]:
         """Number and CUDA handle of the next stream."""
         self._turn = (self._turn + 1) % _STREAMS
-        return self._turn, self._handles[self._turn]
+        return self._turn, self.handle(self._turn)
+
+    def handle(self, number: int) -> int:
+        """CUDA handle of a stream."""
+        return self._handles[number]
 
 
 class CudaOpened:
@@ -391,6 +398,11 @@ class CudaCopier:
             return
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
             self._library.copy(target, source, length, self._next())
+
+    def slot(self, source: int, target: int, nbytes: int) -> None:
+        """Starts to copy a slot; raises as :meth:`runs`."""
+        self._used.add(CopyStreams.for_slots)
+        self._library.copy(target, source, nbytes, self._streams.handle(CopyStreams.for_slots))
 
     def rows(self, source: int, target: int, rows: Rows) -> None:
         """Starts to copy rows from ``source`` to ``target``, the addresses of the first row; raises as :meth:`runs`."""

@@ -168,6 +168,10 @@ class HostCopier:
         for source, target, length in zip(sources.tolist(), targets.tolist(), nbytes.tolist(), strict=True):
             self.rows(source, target, Rows(1, length, length, length))
 
+    def slot(self, source: int, target: int, nbytes: int) -> None:
+        assert nbytes > 0
+        self.rows(source, target, Rows(1, nbytes, nbytes, nbytes))
+
     def rows(self, source: int, target: int, rows: Rows) -> None:
         self._copied.append(rows.count * rows.nbytes)
         for row in range(rows.count):

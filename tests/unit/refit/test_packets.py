@@ -129,6 +129,27 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
         assert np.array_equal(found, held[box.tensor].reshape(box.shape))
 
 
+def test_little_is_left_to_be_read_back_when_the_last_load_arrives() -> None:
+    """64 matrices of 60 bytes arrive one after the other. With the last one, one part is read, of a 64th of all."""
+    specs = [TensorSpec(f"t{i:02}", (5, 6), "bfloat16") for i in range(64)]
+    plan = make_plan(specs, [manifest(0, specs, flip=False)], [wanted := manifest(0, specs, flip=True)])
+    rng = np.random.default_rng(7)
+    held: dict[str, Bits] = {spec.name: rng.integers(0, 2**16, spec.numel, dtype=np.uint16) for spec in specs}
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=60))
+    sender, unpacker = Sender(plan, 0, held, terms), Unpacker(plan, wanted, terms)
+    unpacker.begin(1, {name: np.zeros_like(bits) for name, bits in held.items()})
+    read: list[int] = []
+    before: set[int] = set()
+    for packet, payload in sender.pack(1):
+        unpacker.accept(packet, payload).result()
+        read.append(sum(unpacker._parts[part].placements.size for part in set(unpacker._reading) - before))
+        before = set(unpacker._reading)
+    assert sum(read) == len(read) == 64
+    assert [at for at, count in enumerate(read) if count] == [31, 47, 55, 59, 61, 62, 63]
+    assert read[-1] == 1
+    unpacker.verify()
+
+
 def in_place(load: Load, sender: Sender, unpacker: Unpacker) -> Iterator[tuple[Bits, Bits]]:
     """Each box of a direct load, at its source and where it belongs."""
     held, taken = sender.storages(load), unpacker.storages(load)
