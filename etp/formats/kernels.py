@@ -23,7 +23,7 @@ TILE = 128
 # Warps for each byte of an element: a tile stays in registers between its reading and its writing.
 _WARPS = 2
 _ALIGNMENT = 16
-_DOWN, _ACROSS, _TRANSPOSE_WARPS = 128, 64, 4
+_DOWN, _ACROSS, _TRANSPOSE_WARPS = 64, 128, 4
 _TYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
