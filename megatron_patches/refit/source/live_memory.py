@@ -10,8 +10,9 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_patches.refit.errors import RefitError, first_of
 from megatron_patches.refit.memory.ports import FlatMemory
@@ -61,19 +62,27 @@ class LiveTensor[S: Shard]:
         Raises:
             RefitError: if it has no memory now.
         """
-        memory = local_elements(self.tensor).view(-1)
-        if (memory.storage_offset() + memory.numel()) * memory.element_size() > memory.untyped_storage().nbytes():
+        return self._flat(local_elements(self.tensor))
+
+    def look_up(self) -> torch.Tensor | None:
+        """Its current elements, as :attr:`memory`; None if the description is no longer valid.
+
+        Raises:
+            RefitError: if it has no memory now.
+        """
+        local = local_elements(self.tensor)
+        if local.shape != self.shard.held_shape or local.dtype != self.dtype or not local.is_contiguous():
+            return None
+        return self._flat(local)
+
+    def _flat(self, local: torch.Tensor) -> torch.Tensor:
+        memory = local.view(-1)
+        if memory.storage_offset() * memory.element_size() + memory.nbytes > memory.untyped_storage().nbytes():
             raise RefitError(
                 f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
                 "phases, has let go of it; bring it back before a push"
             )
         return memory
-
-    @property
-    def is_as_described(self) -> bool:
-        """Whether the description is still valid."""
-        local = local_elements(self.tensor)
-        return local.shape == self.shard.held_shape and local.dtype == self.dtype and local.is_contiguous()
 
 
 class LiveMemory[S: Shard](ABC):
@@ -117,19 +126,15 @@ class LiveMemory[S: Shard](ABC):
         """
         if self._prepared is None:
             raise RefitError("prepare() has not succeeded")
-        if not self._same():
+        found = self._found()
+        if found is None:
             self._describe()
             now = [live.shard for live in self.tensors]
             if now != self._prepared:
                 self._present = ()  # otherwise the next lookup would accept the changed model
                 raise RefitError(self.changed.format(_changes(self._prepared, now)))
-        found: dict[str, torch.Tensor] = {}
-        on_host: list[str] = []
-        for live in self.tensors:
-            if live.shard.storage:
-                found[live.shard.storage] = memory = live.memory
-                if memory.is_cpu:
-                    on_host.append(live.shard.name)
+            found = {live.shard.storage: live.memory for live in self.tensors if live.shard.storage}
+        on_host = [live.shard.name for live in self.tensors if live.shard.storage and found[live.shard.storage].is_cpu]
         if 0 < len(on_host) < len(found):
             raise RefitError(
                 f"{on_host[0]} (and {len(on_host) - 1} more) is in the host's memory, and others are on a device; "
@@ -141,21 +146,37 @@ class LiveMemory[S: Shard](ABC):
         self.tensors = self._described()
         self._present = [held_tensors(model) for model in self._models()]
 
-    def _same(self) -> bool:
-        """Whether the description is still valid."""
-        found = [held_tensors(model) for model in self._models()]
-        if list(map(len, found)) != list(map(len, self._present)):
-            return False
-        if not all(map(operator.is_, chain.from_iterable(found), chain.from_iterable(self._present))):
-            return False
-        return all(live.is_as_described for live in self.tensors)
+    def _found(self) -> FlatMemory | None:
+        """The storages, if the description is still valid."""
+        import torch
+
+        present = [held_tensors(model) for model in self._models()]
+        if list(map(len, present)) != list(map(len, self._present)):
+            return None
+        if not all(map(operator.is_, chain.from_iterable(present), chain.from_iterable(self._present))):
+            return None
+        found: dict[str, torch.Tensor] = {}
+        # Without what a parameter's class does in Python when an attribute is read: nothing is written through these.
+        with torch._C.DisableTorchFunctionSubclass():
+            for live in self.tensors:
+                memory = live.look_up()
+                if memory is None:
+                    return None
+                if live.shard.storage:
+                    found[live.shard.storage] = memory
+        return found
 
 
 def local_elements(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has this rank's elements of a tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, _dtensor()) else tensor.data
+
+
+@cache
+def _dtensor() -> type[Any]:
     from torch.distributed.tensor import DTensor
 
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.data
+    return DTensor
 
 
 def held_tensors(model: torch.nn.Module) -> list[torch.Tensor | None]:
@@ -164,11 +185,12 @@ def held_tensors(model: torch.nn.Module) -> list[torch.Tensor | None]:
     left = [model]
     while left:
         module = left.pop()
-        found.extend(module._parameters.values())
-        found.extend(
-            buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
-        )
-        left.extend(child for child in module._modules.values() if child is not None)
+        found += module._parameters.values()
+        if module._buffers:
+            left_out = module._non_persistent_buffers_set
+            found += [buffer for name, buffer in module._buffers.items() if name not in left_out]
+        if module._modules:
+            left += [child for child in module._modules.values() if child is not None]
     return found
 
 
