@@ -116,10 +116,13 @@ def _cells(page: Path, gpus: int | None = None) -> Iterator[list[str]]:
             yield [cell.strip().replace("*", "") for cell in line.strip("| ").split(" | ")]
 
 
-@pytest.mark.parametrize(("gpus", "name"), [(4, "h200x4"), (2, "h200x2")])
-def test_page_has_the_times_and_ratios_of_the_reports(gpus: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "gpus", "name"),
+    [("performance.md", 4, "h200x4"), ("performance.md", 2, "h100x2"), ("performance/history.md", None, "h200x2")],
+)
+def test_pages_have_the_times_and_ratios_of_the_reports(page: str, gpus: int | None, name: str) -> None:
     rows = [row for row in train_report.rows(_reports(TRAINING[name])) if row.model == "llama8b-8l"]
-    shown = {" ".join(cells) for cells in _cells(FOLDER.parent / "performance.md", gpus)}
+    shown = {" ".join(cells) for cells in _cells(FOLDER.parent / page, gpus)}
     for once, more in batched(rows, 2):
         times = (f"{once.ms:.1f}", f"= {once.ratio:.3f}", f"{more.ms:.1f} = {more.ratio:.3f}", f"{once.held_gib:.2f}")
         assert any(all(part in row for part in times) for row in shown), (once.system, times)
