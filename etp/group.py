@@ -339,7 +339,9 @@ class WeightGroup:
                 else:
                     copies = quantization.copies[index]
                     gather = partial(route.transport.all_gather, slot.buffers, copies, self.gather_label)
-            self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
+            self._ready = route.gather.start(
+                gather, waits=waits, beside=route.transport.beside, label=self.gather_label
+            )
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:
@@ -352,7 +354,7 @@ class WeightGroup:
         if slot is not None and slot.generation == self._generation:
             for stream, event in slot.reads.items():
                 if event is None:
-                    slot.reads[stream] = lane.mark(stream)
+                    slot.reads[stream] = slot.marks[stream] = lane.mark(stream, slot.marks.get(stream))
 
     def take(self, lane: Lane, *, transposed: bool = False) -> list[torch.Tensor]:
         """Hand out the gathered weights, ordered after the gather on the current stream.
@@ -398,16 +400,13 @@ class WeightGroup:
     def abandon_gather(self) -> None:
         """Wait for a gather that was not handed out, and drop it. Its slot is free afterwards."""
         if self._ready is not None and self.pending:
-            ready, slot = self._ready, self.slot
-            self._join(ready)
-            # The next gather into the slot may be on another lane, which waits only for this event.
-            slot.reads.clear()
-            slot.reads.update(ready.mark())
+            # The next gather into the slot may be on another lane, which waits only for this stream.
+            self.slot.reads = {self._join(self._ready): None}
         self.pending = False
 
-    def _join(self, ready: Ready, stream: Any = None) -> None:
+    def _join(self, ready: Ready, stream: Any = None) -> Any:
         try:
-            ready.wait(stream)
+            return ready.wait(stream)
         except BaseException:
             self._forget_gather()
             raise

@@ -37,27 +37,27 @@ class InFlight:
     """Work that a transport has started. This class is for work that is enqueued already and waits for no peer.
 
     Args:
-        beside: events of parts of the work that run on other streams. The stream that the work was started on need not
-            wait for them; readers of the result must.
+        ends: events that together are after all of the work, for its readers to wait for. The stream that the work was
+            started on need not wait for them. None: that stream, as it is now, is after all of the work.
     """
 
-    beside: Sequence[Any] = ()
+    ends: Sequence[Any] = ()
 
-    def __init__(self, *beside: Any) -> None:
-        self.beside = beside
+    def __init__(self, *ends: Any) -> None:
+        self.ends = ends
 
     def join(self) -> None:
         """Order the calling stream after the work, or block until it is done where there are no streams."""
 
     def expect(self, end: Any) -> None:
-        """Watch for lost peers: the event ``end``, after all of the work, should happen within the timeout."""
+        """Watch for lost peers: ``end``, an event after what waits for them, should happen within the timeout."""
 
 
 class Together(InFlight):
     """Several pieces of work that were started one after the other on one stream."""
 
     def __init__(self, works: Sequence[InFlight]) -> None:
-        super().__init__(*(event for work in works for event in work.beside))
+        super().__init__(*(event for work in works for event in work.ends))
         self._works = works
 
     def join(self) -> None:
@@ -103,29 +103,25 @@ class Ready:
         self._lane = lane
         self._waited: list[Any] = []
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Any = None) -> Any:
         """Order ``stream``, or the current one of the work's device, after the work; without streams, block.
 
         Repeated calls for the same stream cost nothing.
+
+        Returns:
+            the stream; None without streams.
         """
         if self._events:
             stream = stream or self._lane.current_stream()
-            if stream in self._waited:
-                return
-            for event in self._events:
-                event.wait(stream)
-            self._waited.append(stream)
-            return
+            if stream not in self._waited:
+                for event in self._events:
+                    event.wait(stream)
+                self._waited.append(stream)
+            return stream
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.join()
-
-    def mark(self) -> dict[Any, Any]:
-        """The current stream of the work's device, with an event after all its work so far; {} without streams."""
-        if not self._events:
-            return {}
-        stream = self._lane.current_stream()
-        return {stream: self._lane.mark(stream)}
+        return None
 
 
 class Lane:
@@ -141,6 +137,8 @@ class Lane:
             self._new_event = Event if self._device_module is torch.cuda else self._device_module.Event
             # High priority: a copy or collective that is ready should not queue behind a wave of GEMM blocks.
             self._stream = self._device_module.Stream(device=device, priority=-1)
+        self._begin: Any = None
+        """Recorded where work starts, and waited for at once."""
         self._forked = False
         """Whether any work was started in this mode."""
 
@@ -149,7 +147,12 @@ class Lane:
         self._forked = False
 
     def start(
-        self, work: Callable[[], InFlight | None], *, waits: Sequence[Any] | None = None, label: str = ""
+        self,
+        work: Callable[[], InFlight | None],
+        *,
+        waits: Sequence[Any] | None = None,
+        beside: Any = None,
+        label: str = "",
     ) -> Ready:
         """Start ``work`` on the lane.
 
@@ -157,6 +160,7 @@ class Lane:
             work: starts the collective and returns a handle to it, or None if it is only enqueued.
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all work enqueued on the current stream so far.
+            beside: a stream that ``work`` uses beside the lane's, which waits for the same.
             label: names the work in profiles; see [Note: profiler ranges].
 
         Returns:
@@ -164,15 +168,17 @@ class Lane:
         """
         if label and profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(label)):
-                return self.start(work, waits=waits)
+                return self.start(work, waits=waits, beside=beside)
         stream = self._stream
         if stream is None:
             return Ready(work(), (), self)
         if waits is None or not self._forked:
-            self.mark().wait(stream)
-            self._forked = True
-        for event in waits or ():
+            self._begin = self.mark(event=self._begin)
+            waits, self._forked = (self._begin, *(waits or ())), True
+        for event in waits:
             event.wait(stream)
+            if beside is not None:
+                event.wait(beside)
         if self._device_module is not torch.cuda or torch._C._cuda_getDevice() != self.device.index:
             with self._device_module.stream(stream):
                 return self._started(work)
@@ -188,9 +194,9 @@ class Lane:
         """Start ``work`` on the lane's stream, which is the calling one."""
         started = work() or InFlight()
         started.join()
-        event = self.mark(self._stream)
-        started.expect(event)
-        return Ready(None, (event, *started.beside), self)
+        ends = started.ends or (self.mark(self._stream),)
+        started.expect(ends[0])
+        return Ready(None, ends, self)
 
     def follow(self, other: Lane) -> None:
         """Order work started from now on after all work started on ``other`` in this mode."""
@@ -202,11 +208,16 @@ class Lane:
         if self._forked:
             self.mark(self._stream).wait(self.current_stream())
 
-    def mark(self, stream: Any = None) -> Any:
-        """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams."""
+    def mark(self, stream: Any = None, event: Any = None) -> Any:
+        """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams.
+
+        Args:
+            stream: where it is recorded.
+            event: a former one to record again: who waited for it has waited for what it was then.
+        """
         if self._stream is None:
             return None
-        event = self._new_event()
+        event = event or self._new_event()
         event.record(stream or self.current_stream())
         return event
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,9 @@ class Transport(ABC):
     """The order of its collectives, which the ranks compare; None where that is not needed."""
     capturing = False
     """Whether a CUDA graph is being captured."""
+    beside: Any = None
+    """The stream that gathers use beside the calling one, if any. The caller orders it, too, after all that has used
+    the memory that is gathered into."""
     captured = False
     """Whether one is, or has been: its replays refer to this transport's memory, and are not visible here."""
 

@@ -14,7 +14,8 @@ per peer is enough even for all experts of a layer, if these lie at a constant d
 
 [Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it waits for the GEMM's last
 wave, and so does all later work in its stream. A gather therefore copies this rank's own chunk on a separate stream,
-and only the consumer waits for it.
+:attr:`CopyEngineTransport.beside`, and only the consumer waits for it. That stream waits for the slot's readers itself,
+and for a publication at the first gather after it.
 
 [Note: receive ring] For a reduction, each rank copies chunk p of its gradient into peer p's receive ring, signals,
 waits for its peers' signals, sums what arrived with its own chunk (:mod:`etp.collectives.sums`) and signals that its
@@ -125,7 +126,7 @@ class _Staged:
 class _Gather:
     """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is.
 
-    ``started`` has an event after the latest copy of the own chunk. Who waited for an earlier one has enqueued that.
+    ``started`` has two events, after the latest copies of either kind. Who waited for earlier ones has enqueued that.
     """
 
     published: _Published
@@ -165,14 +166,14 @@ _CHANNELS = _Channel.STAGE_FREE + _PLACES
 
 
 class _AmongPeers(InFlight):
-    """Work in flight that waits for peers: on the calling stream, or on the first event's if there are any."""
+    """Work in flight that waits for peers: before the first of ``ends``, if there are any."""
 
-    def __init__(self, transport: CopyEngineTransport, label: str, *beside: Any) -> None:
-        self._transport, self._label, self.beside = transport, label, beside
+    def __init__(self, transport: CopyEngineTransport, label: str, *ends: Any) -> None:
+        self._transport, self._label, self.ends = transport, label, ends
 
     def expect(self, end: Any) -> None:
         """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(self.beside[0] if self.beside else end, self._label)
+        self._transport.expect(end, self._label)
 
 
 class CopyEngineTransport(Transport):
@@ -196,9 +197,12 @@ class CopyEngineTransport(Transport):
         self._driver = CudaDriver()
         free = [channel + place for channel in (_Channel.PLACE_FREE, _Channel.STAGE_FREE) for place in range(_PLACES)]
         self._signals = Signals(self._group, _CHANNELS, device, self._driver, raised=free)
-        self._local = torch.cuda.Stream(device, priority=-1)
-        self._local_begin, self._local_end = Event(), None
-        """Before the latest work on the stream for own chunks, and after it; None if all has been waited for."""
+        self.beside = torch.cuda.Stream(device, priority=-1)
+        """See [Note: own chunk]."""
+        self._own_end: Any = None
+        """An event after the latest copy of an own chunk; None if all has been waited for."""
+        self._publication: Any = None
+        """An event after the latest publication, until a gather has ordered :attr:`beside` after it."""
         self._watchdog = Watchdog(timeout_s, who(group), self._driver.allow_calls_during_capture)
         self._adopted: list[SymmetricBuffer] = []
         self._quantized: list[SymmetricBuffer] = []
@@ -234,7 +238,7 @@ class CopyEngineTransport(Transport):
     def change_mode(self, *, capturing: bool) -> None:
         """See :class:`etp.collectives.base.Transport`. Drops the events recorded so far."""
         super().change_mode(capturing=capturing)
-        self._local_end = None
+        self._own_end = self._publication = None
         self._own_read.clear()
 
     # Gathering -----------------------------------------------------------------------------------------------
@@ -279,14 +283,16 @@ class CopyEngineTransport(Transport):
             write()
         self._driver.copy(self._updates, self._stream())
         self._exchange(_Channel.PUBLISHED)
+        self._publication = Event()
+        self._publication.record(current_stream(self._device))
         self.watch("the publication of weights")
 
     def _exchange(self, channel: _Channel) -> None:
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
-        if self._local_end is not None:
+        if self._own_end is not None:
             # This rank's own chunks are read on a separate stream.
-            self._local_end.wait(current_stream(self._device))
-        self._gathered, self._local_end = False, None
+            self._own_end.wait(current_stream(self._device))
+        self._gathered, self._own_end = False, None
         self._signals.exchange(channel, self._stream())
 
     def _place(self, groups: Sequence[Stack]) -> None:
@@ -345,15 +351,16 @@ class CopyEngineTransport(Transport):
         copies = outputs.plans.get(id(shards))
         if not isinstance(copies, _Gather) or copies.published is not published:
             copies = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
-        calling, local = current_stream(self._device), self._local
-        # Recorded again by the next gather, after this wait, which is for what was recorded now.
-        self._local_begin.record(calling)
-        self._local_begin.wait(local)
+        calling, beside = current_stream(self._device), self.beside
+        if self._publication is not None:
+            self._publication.wait(beside)
+            self._publication = None
         self._driver.copy(copies.from_peers, calling.cuda_stream)
-        self._driver.copy(copies.own, local.cuda_stream)
-        (end,) = copies.started.beside
-        end.record(local)
-        self._gathered, self._local_end = True, end
+        self._driver.copy(copies.own, beside.cuda_stream)
+        end, self._own_end = copies.started.ends
+        end.record(calling)
+        self._own_end.record(beside)
+        self._gathered = True
         return copies.started
 
     def stage(self, outputs: Stack) -> Stack:
@@ -381,9 +388,9 @@ class CopyEngineTransport(Transport):
         begin, from_peers, own = Event(), Event(), Event()
         begin.record(calling)
         # See [Note: own chunk].
-        begin.wait(self._local)
-        self._driver.copy(staged.copies.own, self._local.cuda_stream)
-        own.record(self._local)
+        begin.wait(self.beside)
+        self._driver.copy(staged.copies.own, self.beside.cuda_stream)
+        own.record(self.beside)
         begin.wait(copying)
         self._signals.receive(_Channel.STAGED + staged.number, handle, purpose)
         self._driver.copy(staged.copies.from_peers, handle)
@@ -397,7 +404,7 @@ class CopyEngineTransport(Transport):
             return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk)
 
         from_peers = [copy for peer in self._peers for copy in copies(peer)]
-        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), InFlight(Event()))
+        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), InFlight(Event(), Event()))
 
     # Reducing ------------------------------------------------------------------------------------------------
 

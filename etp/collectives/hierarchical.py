@@ -154,7 +154,7 @@ class _SecondStep(InFlight):
     """The second step of a collective in flight, after the first one."""
 
     def __init__(self, transport: HierarchicalTransport, step: InFlight, label: str) -> None:
-        super().__init__(*step.beside)
+        super().__init__(*step.ends)
         self._transport, self._step, self._label = transport, step, label
 
     def join(self) -> None:

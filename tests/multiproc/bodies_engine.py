@@ -59,7 +59,7 @@ def train_once(model: nn.Module, rank: int, step: int = 0) -> None:
 
 class _Recorded(InFlight):
     def __init__(self, inner: InFlight, log: list[str], event: str) -> None:
-        super().__init__(*inner.beside)
+        super().__init__(*inner.ends)
         self._inner, self._log, self._event = inner, log, event
 
     def join(self) -> None:

@@ -12,6 +12,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -417,6 +418,30 @@ def test_staged_shards_are_read_after_they_have_come_and_before_the_next_ones_do
         raised = {address for address, value in machine.words.items() if value and address not in memory}
         assert raised == {address for address, value in before.items() if value}
         assert machine.read == 2 * size**2 * actions.count("staged")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(2, 4), gathers=st.lists(st.integers(0, 2), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1)
+)
+def test_gathers_read_what_was_published_last(size: int, gathers: list[int], seed: int) -> None:
+    """The own chunk too, which is copied on a stream of its own; ``gathers``: how many follow each publication."""
+    with machine_of(size, apart=True) as (machine, transports):
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            program = machine.me().program
+            shard, weight = Stack([torch.zeros(2, 4)]), Stack([torch.zeros(2 * size, 4)])
+            transport.publish([shard])
+            (own,) = transport._published[shard].on(rank)
+            for number, count in enumerate(gathers, 1):
+                program.append(Operation("write", (_SLOT + rank,), number))
+                transport.publish([shard], partial(program.append, Operation("write", (own.address,), number)))
+                machine.gather = number
+                for _ in range(count):
+                    transport.all_gather(weight, shard, "gather")
+                machine.gather = 0
+        machine.run(random.Random(seed))  # noqa: S311
+        assert machine.read == 2 * size**2 * sum(gathers)
 
 
 def test_ranks_that_gather_different_staged_shards_wait_for_each_other() -> None:
