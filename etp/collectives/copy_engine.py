@@ -18,12 +18,18 @@ wave, and so does all later work in its stream. A gather therefore copies this r
 and for a publication at the first gather after it.
 
 [Note: receive ring] For a reduction, each rank copies chunk p of its gradient into peer p's receive ring, signals,
-waits for its peers' signals, sums what arrived with its own chunk (:mod:`etp.collectives.sums`) and signals that its
-place in the ring is free again. Places are used in turn, so a rank may send reduction s while its peers still sum
-s - 1.
+waits for its peers' signals, and sums what arrived with its own chunk (:mod:`etp.collectives.sums`). Two places are
+used in turn, so a rank may send reduction s while its peers still sum s - 1. A place needs no signal that it is free:
+by raising ARRIVED for s - 1, a peer shows that it has summed s - 2.
+
+The replay of a graph breaks these turns, since it uses the places that the capture has used. From the first capture on,
+a rank therefore sends only after PLACE_FREE flags, which peers raise after their sums. All of them are raised when this
+begins. Whatever is reduced first, replayed or not, must hence be in the place whose turn it was then: each change of
+mode goes back to that turn.
 
 [Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. A place's ARRIVED flags are raised again only
-after its PLACE_FREE flags were received, and vice versa. ARRIVED is raised with a number that identifies the weight:
+after its PLACE_FREE flags, or the other place's ARRIVED flags, were received. PLACE_FREE is raised again only after
+the place's ARRIVED flags were received. ARRIVED is raised with a number that identifies the weight:
 ranks that reduce different weights do not add one to the other, but wait until their timeout. (Gathers read by address
 and need no common order. An all-reduce of other code over the group is preceded by an empty reduction, with a number
 that identifies what it combines.) READERS_DONE and PUBLISHED alternate: between raising one of them twice, a rank
@@ -142,7 +148,7 @@ class _Sum:
     Attributes:
         conditions: what it is valid for, besides the label. It keeps no memory alive.
         sends: the copies to the peers, from addresses relative to the gradients'.
-        flags: what comes before the copies, after them, and after the sum.
+        flags: what comes before the copies, after them, and after the sum; see :meth:`CopyEngineTransport._flags`.
         launches: sum it; see :func:`etp.collectives.sums.accumulate_parts`. Empty before the first time.
     """
 
@@ -214,6 +220,8 @@ class CopyEngineTransport(Transport):
         self._gathered = False
         self._kept: list[SymmetricBuffer] = []
         self._ring, self._stages = _Ring("gradients on their way"), _Ring("shards on their way")
+        self._turn = 0
+        """``uses`` of the ring when the first capture began."""
         self._sums: dict[tuple[str, int], _Sum] = {}
         """What reductions enqueue, by label and place of the ring."""
         self._copying: torch.cuda.Stream | None = None
@@ -237,7 +245,11 @@ class CopyEngineTransport(Transport):
 
     def change_mode(self, *, capturing: bool) -> None:
         """See :class:`etp.collectives.base.Transport`. Drops the events recorded so far."""
+        if not self.captured:
+            self._turn = self._ring.uses
         super().change_mode(capturing=capturing)
+        # See [Note: receive ring].
+        self._ring.uses = self._turn
         self._own_end = self._publication = None
         self._own_read.clear()
 
@@ -419,7 +431,8 @@ class CopyEngineTransport(Transport):
             known = self._sums[label, number] = _Sum(conditions, Copies(sends), self._flags(number, _purpose(label)))
         stream, driver = self._stream(), self._driver
         wait_for_place, exchange, free_place = known.flags
-        driver.enqueue(wait_for_place, stream)
+        if self.captured:
+            driver.enqueue(wait_for_place, stream)
         driver.copy(known.sends, stream, wgrads.address)
         driver.enqueue(exchange, stream)
         for launch in known.launches:
@@ -427,11 +440,15 @@ class CopyEngineTransport(Transport):
         if not known.launches:
             parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
             known.launches = accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
-        driver.enqueue(free_place, stream)
+        if self.captured:
+            driver.enqueue(free_place, stream)
         return _AmongPeers(self, label)
 
     def _flags(self, number: int, purpose: int) -> tuple[MemoryOperations, MemoryOperations, MemoryOperations]:
-        """What waits for a place of the ring, exchanges the flags of ``purpose`` there, and frees the place."""
+        """What waits for a place of the ring, exchanges the flags of ``purpose`` there, and frees the place.
+
+        Without graphs, the second is enough; see [Note: receive ring].
+        """
         operations = self._signals.operations
         return (
             operations(_Channel.PLACE_FREE + number, RAISED, False, True),
@@ -460,8 +477,9 @@ class CopyEngineTransport(Transport):
         """See :class:`etp.collectives.base.Transport`. Ranks that differ wait until their timeout."""
         _, _, number = self._place_for(self._ring, 0)
         stream = self._stream()
-        for flags in self._flags(number, _purpose("\n".join((label, *members)))):
-            self._driver.enqueue(flags, stream)
+        flags = self._flags(number, _purpose("\n".join((label, *members))))
+        for operations in flags if self.captured else flags[1:2]:
+            self._driver.enqueue(operations, stream)
         return _AmongPeers(self, label)
 
     def _place_for(self, ring: _Ring, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
