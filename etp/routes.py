@@ -51,7 +51,8 @@ class Routes:
         return group.route
 
     def _new_route(self, process_group: dist.ProcessGroup, transport: Transport, device: torch.device) -> Route:
-        route = self._routes[process_group, device] = Route(transport, Lane(device), Lane(device), device)
+        gather, reduce = Lane(device, transport.expect), Lane(device, transport.expect)
+        route = self._routes[process_group, device] = Route(transport, gather, reduce, device)
         return route
 
     def _transport(self, group: WeightGroup, device: torch.device) -> Transport:

@@ -34,40 +34,36 @@ Event: Any = torch._C._CudaEventBase
 
 
 class InFlight:
-    """Work that a transport has started. This class is for work that is enqueued already and waits for no peer.
+    """Work that a transport has started. This class is for work that is enqueued already.
 
     Args:
-        ends: events that together are after all of the work, for its readers to wait for. The stream that the work was
-            started on need not wait for them. None: that stream, as it is now, is after all of the work.
+        ends: events that together are after all of the work, for its readers to wait for; the first is after what waits
+            for peers. The stream that the work was started on need not wait for them. None: that stream, as it is now,
+            is after all of the work.
+        among_peers: whether it waits for peers, and is therefore to be watched.
     """
 
     ends: Sequence[Any] = ()
+    among_peers = False
 
-    def __init__(self, *ends: Any) -> None:
-        self.ends = ends
+    def __init__(self, *ends: Any, among_peers: bool = False) -> None:
+        self.ends, self.among_peers = ends, among_peers
 
     def join(self) -> None:
         """Order the calling stream after the work, or block until it is done where there are no streams."""
-
-    def expect(self, end: Any) -> None:
-        """Watch for lost peers: ``end``, an event after what waits for them, should happen within the timeout."""
 
 
 class Together(InFlight):
     """Several pieces of work that were started one after the other on one stream."""
 
     def __init__(self, works: Sequence[InFlight]) -> None:
-        super().__init__(*(event for work in works for event in work.ends))
+        super().__init__(*(event for work in works for event in work.ends), among_peers=works[-1].among_peers)
         self._works = works
 
     def join(self) -> None:
         """See :class:`InFlight`."""
         for work in self._works:
             work.join()
-
-    def expect(self, end: Any) -> None:
-        """See :class:`InFlight`."""
-        self._works[-1].expect(end)
 
 
 class _Stream(torch.cuda.Stream):
@@ -125,10 +121,16 @@ class Ready:
 
 
 class Lane:
-    """One direction of traffic (gathers, or reductions) of one runtime on one device."""
+    """One direction of traffic (gathers, or reductions) of one runtime on one device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where it runs.
+        expect: watches for lost peers: an event that should happen within the timeout, and what it is the end of.
+    """
+
+    def __init__(self, device: torch.device, expect: Callable[[Any, str], None] | None = None) -> None:
         self.device = device
+        self._expect = expect
         self._device_module: Any = None
         self._new_event: Any = None
         self._stream: Any = None
@@ -161,14 +163,19 @@ class Lane:
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all work enqueued on the current stream so far.
             beside: a stream that ``work`` uses beside the lane's, which waits for the same.
-            label: names the work in profiles; see [Note: profiler ranges].
+            label: names the work in profiles, see [Note: profiler ranges], and in messages about lost peers.
 
         Returns:
             a handle to the work, to wait for.
         """
         if label and profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(label)):
-                return self.start(work, waits=waits, beside=beside)
+                return self._start(work, waits, beside, label)
+        return self._start(work, waits, beside, label)
+
+    def _start(
+        self, work: Callable[[], InFlight | None], waits: Sequence[Any] | None, beside: Any, label: str
+    ) -> Ready:
         stream = self._stream
         if stream is None:
             return Ready(work(), (), self)
@@ -181,21 +188,22 @@ class Lane:
                 event.wait(beside)
         if self._device_module is not torch.cuda or torch._C._cuda_getDevice() != self.device.index:
             with self._device_module.stream(stream):
-                return self._started(work)
+                return self._started(work, label)
         # See [Note: streams in C].
         number, index, kind = torch._C._cuda_getCurrentStream(self.device.index)
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         try:
-            return self._started(work)
+            return self._started(work, label)
         finally:
             torch._C._cuda_setStream(number, index, kind)
 
-    def _started(self, work: Callable[[], InFlight | None]) -> Ready:
+    def _started(self, work: Callable[[], InFlight | None], label: str) -> Ready:
         """Start ``work`` on the lane's stream, which is the calling one."""
         started = work() or InFlight()
         started.join()
         ends = started.ends or (self.mark(self._stream),)
-        started.expect(ends[0])
+        if started.among_peers and self._expect is not None:
+            self._expect(ends[0], label)
         return Ready(None, ends, self)
 
     def follow(self, other: Lane) -> None:

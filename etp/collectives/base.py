@@ -127,6 +127,9 @@ class Transport(ABC):
 
     # Lost peers, and CUDA graphs -------------------------------------------------------------------------------
 
+    def expect(self, end: Any, label: str) -> None:
+        """Watch that ``end``, an event after what the collective ``label`` waits for peers with, happens in time."""
+
     def watch(self, label: str) -> None:
         """Watch that work enqueued so far on the calling stream, up to the collective ``label``, ends in time."""
 

@@ -168,7 +168,7 @@ class C10dTransport(Transport):
         self._line.finished.append(work)
 
     def expect(self, end: Any, label: str) -> None:
-        """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
+        """See :class:`etp.collectives.base.Transport`."""
         # Nothing runs while a graph is captured; watch_replays covers replays.
         if self._watchdog is not None and not self.capturing:
             self._watchdog.expect(end, label)
@@ -202,6 +202,8 @@ class C10dTransport(Transport):
 class _Collective(InFlight):
     """A collective in flight; ``work`` is None if the calling stream is already ordered after it."""
 
+    among_peers = True
+
     def __init__(self, transport: C10dTransport, work: dist.Work | None, label: str) -> None:
         self._transport = transport
         self._work = work
@@ -212,10 +214,6 @@ class _Collective(InFlight):
         work, self._work = self._work, None
         if work is not None:
             self._transport.wait(work, self._label)
-
-    def expect(self, end: Any) -> None:
-        """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(end, self._label)
 
 
 class _Reduction(_Collective):

@@ -171,17 +171,6 @@ class _Channel(IntEnum):
 _CHANNELS = _Channel.STAGE_FREE + _PLACES
 
 
-class _AmongPeers(InFlight):
-    """Work in flight that waits for peers: before the first of ``ends``, if there are any."""
-
-    def __init__(self, transport: CopyEngineTransport, label: str, *ends: Any) -> None:
-        self._transport, self._label, self.ends = transport, label, ends
-
-    def expect(self, end: Any) -> None:
-        """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(end, self._label)
-
-
 class CopyEngineTransport(Transport):
     """See the module's docstring. Constructed collectively, by ranks that can access each other's memory.
 
@@ -409,7 +398,7 @@ class CopyEngineTransport(Transport):
         self._signals.send(_Channel.STAGE_FREE + staged.number, handle)
         from_peers.record(copying)
         self._own_read[staged.number] = own
-        return _AmongPeers(self, label, from_peers, own)
+        return InFlight(from_peers, own, among_peers=True)
 
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
         def copies(rank: int) -> list[PitchedCopy]:
@@ -442,7 +431,7 @@ class CopyEngineTransport(Transport):
             known.launches = accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
         if self.captured:
             driver.enqueue(free_place, stream)
-        return _AmongPeers(self, label)
+        return InFlight(among_peers=True)
 
     def _flags(self, number: int, purpose: int) -> tuple[MemoryOperations, MemoryOperations, MemoryOperations]:
         """What waits for a place of the ring, exchanges the flags of ``purpose`` there, and frees the place.
@@ -480,7 +469,7 @@ class CopyEngineTransport(Transport):
         flags = self._flags(number, _purpose("\n".join((label, *members))))
         for operations in flags if self.captured else flags[1:2]:
             self._driver.enqueue(operations, stream)
-        return _AmongPeers(self, label)
+        return InFlight(among_peers=True)
 
     def _place_for(self, ring: _Ring, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
         """The next place of a ring: its memory (enlarged if needed), the place's offset in bytes, its number."""
@@ -516,7 +505,7 @@ class CopyEngineTransport(Transport):
         self._watchdog.expect_stream(self._device, label)
 
     def expect(self, end: Any, label: str) -> None:
-        """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
+        """See :class:`etp.collectives.base.Transport`."""
         # Nothing runs while a graph is captured; watch_replays covers replays.
         if not self.capturing:
             self._watchdog.expect(end, label)

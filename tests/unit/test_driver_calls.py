@@ -124,8 +124,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, world: dist.ProcessGroup) -> Machin
     machine = Machine()
     made = Lane.__init__
 
-    def with_stream(self: Lane, device: torch.device) -> None:
-        made(self, device)
+    def with_stream(self: Lane, *arguments: Any) -> None:
+        made(self, *arguments)
         self._device_module, self._new_event, self._stream = cast("Any", machine), machine.Event, machine.Stream()
 
     monkeypatch.setattr(Lane, "__init__", with_stream)

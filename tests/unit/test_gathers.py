@@ -161,8 +161,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     machine = Device()
     made, take, lease = Lane.__init__, WeightGroup.take, Reductions.buffer
 
-    def with_stream(self: Lane, device: torch.device) -> None:
-        made(self, device)
+    def with_stream(self: Lane, *arguments: Any) -> None:
+        made(self, *arguments)
         self._device_module, self._new_event, self._stream = machine, Event, Stream()
 
     def read(self: WeightGroup, lane: Lane, *, transposed: bool = False) -> list[torch.Tensor]:

@@ -74,6 +74,18 @@ def test_a_reader_waits_for_the_ends_that_work_has_and_for_nothing_else(monkeypa
     assert devices.streams[CURRENT].waited == ends
 
 
+def test_the_first_end_of_what_waits_for_peers_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Devices())
+    watched: list[tuple[Any, str]] = []
+    lane, end = Lane(CURRENT, lambda *what: watched.append(what)), Event()
+    lane.start(lambda: InFlight(end), label="a copy")
+    lane.start(lambda: InFlight(end, Event(), among_peers=True), label="gather")
+    lane.start(lambda: InFlight(among_peers=True), label="reduction")
+    assert [label for _, label in watched] == ["gather", "reduction"]
+    assert watched[0][0] is end
+    assert watched[1][0].stream is lane._stream
+
+
 def test_a_mark_is_recorded_again_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices()
     monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
