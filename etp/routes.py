@@ -133,8 +133,8 @@ class Routes:
             if work is not None:
                 self._line.wait(work, self._config.timeout_s, keep=on_cpu)
         transport = self.transports.get(process_group)
-        if transport is not None:
-            transport.watch(label)
+        if transport is not None and transport.watchdog is not None:
+            transport.watchdog.expect_stream(label)
 
     def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
         """Agree on a name, so that ranks that use different modules with equal names are detected. Collective."""
@@ -154,7 +154,7 @@ class Routes:
             if order is not None and order.names:
                 order.verify()
                 # After earlier reductions, and concurrent with compute.
-                exchange = partial(order.exchange, self._names.get(process_group, ""), route.transport.watch)
+                exchange = partial(order.exchange, self._names.get(process_group, ""))
                 route.reduce.start(exchange, waits=(), label=ORDER_LABEL)
                 if order.is_answered:
                     order.verify()

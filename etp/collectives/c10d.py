@@ -72,13 +72,13 @@ class C10dTransport(Transport):
             self._reduce_group = sibling_group(group, patience_s, self._gpu)
         self._launches: dict[tuple[object, ...], Sequence[Launch]] = {}
         """How reductions are summed, by what they must have in common."""
-        if supervises and device is not None and self._size > 1:
-            self.order = CollectiveOrder(self._reduce_group, device, timeout_s)
-        self._watchdog: Watchdog | None = None
         self._replays: Watchdog | None = None
         """Watches replays of graphs; None before the first capture."""
+        # Without a timeout of our own, NCCL's watchdog applies.
         if supervises and self._gpu is not None and timeout_s is not None:
-            self._watchdog = self._new_watchdog(timeout_s)
+            self.watchdog = self._new_watchdog(timeout_s)
+        if supervises and device is not None and self._size > 1:
+            self.order = CollectiveOrder(self._reduce_group, device, timeout_s, self.watchdog)
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
@@ -167,17 +167,6 @@ class C10dTransport(Transport):
             raise explained(error, label, self._group) from error
         self._line.finished.append(work)
 
-    def expect(self, end: Any, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        # Nothing runs while a graph is captured; watch_replays covers replays.
-        if self._watchdog is not None and not self.capturing:
-            self._watchdog.expect(end, label)
-
-    def watch(self, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`. Without a timeout of our own, NCCL's watchdog applies."""
-        if self._watchdog is not None and self._gpu is not None:
-            self._watchdog.expect_stream(self._gpu, label)
-
     # CUDA graphs ---------------------------------------------------------------------------------------------
 
     def change_mode(self, *, capturing: bool) -> None:
@@ -186,17 +175,17 @@ class C10dTransport(Transport):
         if capturing and self._replays is None and self._gpu is not None:
             # NCCL watches only the collectives that it starts itself, not those of a replay.
             limit = self._group._get_backend(self._gpu).options._timeout.total_seconds()
-            self._replays = self._watchdog or self._new_watchdog(limit)
+            self._replays = self.watchdog or self._new_watchdog(limit)
         if self.order is not None:
             self.order.recording = not capturing
 
     def watch_replays(self) -> None:
         """See :class:`etp.collectives.base.Transport`."""
-        if self._replays is not None and self._gpu is not None:
-            self._replays.expect_stream(self._gpu, "the replay of a CUDA graph")
+        if self._replays is not None:
+            self._replays.expect_stream("the replay of a CUDA graph")
 
     def _new_watchdog(self, timeout_s: float) -> Watchdog:
-        return Watchdog(timeout_s, who(self._group), CudaDriver().allow_calls_during_capture)
+        return Watchdog(timeout_s, who(self._group), CudaDriver().allow_calls_during_capture, self._gpu)
 
 
 class _Collective(InFlight):

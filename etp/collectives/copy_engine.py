@@ -75,21 +75,8 @@ _PLACES = 2
 _ALIGNMENT = 512
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Published:
-    """Where peers read the shards of one group.
-
-    Attributes:
-        bases: address of each rank's memory in this process, by rank.
-        offsets: the shards as runs of offsets from there.
-    """
-
-    bases: Sequence[int]
-    offsets: tuple[Run, ...]
-
-    def on(self, rank: int) -> list[Run]:
-        """The shards of ``rank``, as this process addresses them."""
-        return [run.at(self.bases[rank]) for run in self.offsets]
+_Published = list[list[Run]]
+"""Where each rank's shards of one group are read, by rank, as this process addresses them."""
 
 
 @dataclass(slots=True)
@@ -198,7 +185,7 @@ class CopyEngineTransport(Transport):
         """An event after the latest copy of an own chunk; None if all has been waited for."""
         self._publication: Any = None
         """An event after the latest publication, until a gather has ordered :attr:`beside` after it."""
-        self._watchdog = Watchdog(timeout_s, who(group), self._driver.allow_calls_during_capture)
+        self.watchdog = Watchdog(timeout_s, who(group), self._driver.allow_calls_during_capture, device)
         self._adopted: list[SymmetricBuffer] = []
         self._quantized: list[SymmetricBuffer] = []
         self._arena: SymmetricBuffer | None = None
@@ -312,8 +299,8 @@ class CopyEngineTransport(Transport):
             if home is not None:
                 self._published[shards] = home
             elif self._arena is not None:
-                self._published[shards] = published = _Published(self._arena.addresses, _alike(shards, offset))
-                updates += pitched_copies(published.on(self._rank), shards.runs, shards.nbytes)
+                self._published[shards] = published = _on_all_ranks(_alike(shards, offset), self._arena)
+                updates += pitched_copies(published[self._rank], shards.runs, shards.nbytes)
                 offset += size
         self._updates = Copies(updates)
 
@@ -329,7 +316,7 @@ class CopyEngineTransport(Transport):
         for buffer in (*self._adopted, *self._quantized):
             if _holds(buffer, shards):
                 start = buffer.local.data_ptr()
-                return _Published(buffer.addresses, tuple(run.at(-start) for run in shards.runs))
+                return _on_all_ranks([run.at(-start) for run in shards.runs], buffer)
         return None
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
@@ -375,7 +362,7 @@ class CopyEngineTransport(Transport):
         if number not in notes or notes[number].buffer is not buffer:
             numel = outputs.numel // self._size
             shards = Stack.within(buffer.view(place, numel * len(outputs), outputs.dtype), len(outputs), (numel,))
-            published = _Published(buffer.addresses, _alike(shards, place))
+            published = _on_all_ranks(_alike(shards, place), buffer)
             notes[number] = _Staged(buffer, number, shards, self._plan(published, outputs, chunk))
         self._staged = notes[number]
         return self._staged.shards
@@ -402,7 +389,7 @@ class CopyEngineTransport(Transport):
 
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
         def copies(rank: int) -> list[PitchedCopy]:
-            return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk)
+            return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published[rank], chunk)
 
         from_peers = [copy for peer in self._peers for copy in copies(peer)]
         return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), InFlight(Event(), Event()))
@@ -492,28 +479,18 @@ class CopyEngineTransport(Transport):
         # A group of one rank sends nothing, but symmetric memory cannot be empty.
         return SymmetricBuffer(self._group, max(nbytes, _ALIGNMENT), self._device)
 
-    def watch_replays(self) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        if self.captured:
-            self.watch("the replay of a CUDA graph")
-
     def _stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self._device.index)
-
-    def watch(self, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        self._watchdog.expect_stream(self._device, label)
-
-    def expect(self, end: Any, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        # Nothing runs while a graph is captured; watch_replays covers replays.
-        if not self.capturing:
-            self._watchdog.expect(end, label)
 
 
 def _purpose(label: str) -> int:
     """A 32-bit number that identifies a collective; never 0."""
     return zlib.crc32(label.encode()) or 1
+
+
+def _on_all_ranks(offsets: Sequence[Run], buffer: SymmetricBuffer) -> _Published:
+    """What lies at these offsets in each rank's memory."""
+    return [[run.at(base) for run in offsets] for base in buffer.addresses]
 
 
 def _alike(shards: Stack, offset: int) -> tuple[Run, ...]:
