@@ -142,7 +142,7 @@ class PendingReduction:
         self.ready = ready
         """The reduction's end."""
         # Held until finished: the side stream still reads them.
-        self._wgrads: Stack | None = wgrads
+        self._wgrads = wgrads
         self._pool = pool
         self._home = home
         self._publish = publish
@@ -163,9 +163,8 @@ class PendingReduction:
             # Even if a peer is late or a hook raises, the weight must be usable in the next step.
             self.group.reducing = False
             self.ready.wait(self._home)
-            wgrads, self._wgrads = self._wgrads, None
-            if wgrads is not None and self.block is not None:
-                self._pool.restore(wgrads.tensors[0])
+            if self.block is not None:
+                self._pool.restore(self._wgrads.tensors[0])
 
 
 def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: WgradPool, stream: Any = None) -> Stack:

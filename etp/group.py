@@ -300,7 +300,7 @@ class WeightGroup:
             and slot.generation == self._generation
             and slot.owner is self
             and self.gathered_columns is columns
-            and self._gathered_version == (epoch, *self.version)
+            and self._gathered_version == (epoch, self.version)
         )
 
     def issue_gather(
@@ -324,7 +324,7 @@ class WeightGroup:
         self.pending = True
         try:
             self._generation = slot.claim(self)
-            self._gathered_version = (epoch, *self.version)
+            self._gathered_version = (epoch, self.version)
             self.gathered_columns = columns
             self.issued_in_pass = pass_number
             gather: Callable[[], InFlight]

@@ -269,9 +269,9 @@ class Reductions:
 
     def _recycle(self, kind: BlockKind) -> None:
         """Finish older reductions to reuse a block of this kind, rather than allocate another; never the newest."""
-        holders = [index for index, pending in enumerate(self._pending) if pending.block == kind]
-        if holders and holders[0] < len(self._pending) - 1:
-            for _ in range(holders[0] + 1):
+        older = [pending.block for pending in self._pending][:-1]
+        if kind in older:
+            for _ in range(older.index(kind) + 1):
                 self._finish_oldest()
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
