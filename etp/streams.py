@@ -206,15 +206,10 @@ class Lane:
             self._expect(ends[0], label)
         return Ready(None, ends, self)
 
-    def follow(self, other: Lane) -> None:
-        """Order work started from now on after all work started on ``other`` in this mode."""
-        if other._forked:
-            other.mark(other._stream).wait(self._stream)
-
-    def join(self) -> None:
-        """Order the caller's stream after all work started in this mode; no-op without streams."""
+    def join(self, other: Lane | None = None) -> None:
+        """Order ``other``, or the caller's stream, after all work started in this mode; no-op without streams."""
         if self._forked:
-            self.mark(self._stream).wait(self.current_stream())
+            self.mark(self._stream).wait(self.current_stream() if other is None else other._stream)
 
     def mark(self, stream: Any = None, event: Any = None) -> Any:
         """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams.

@@ -103,13 +103,11 @@ class _Staged:
     """A place for the shards of one gather; see [Note: staged shards].
 
     Attributes:
-        buffer: the ring's memory.
         number: index of the place in the ring.
         shards: the shards, stored in the place.
         copies: the gather's copies.
     """
 
-    buffer: SymmetricBuffer
     number: int
     shards: Stack
     copies: _Gather
@@ -358,13 +356,14 @@ class CopyEngineTransport(Transport):
         self._signals.receive(_Channel.STAGE_FREE + number, self._stream())
         if number in self._own_read:
             self._own_read[number].wait(current_stream(self._device))
-        notes: dict[int, _Staged] = outputs.derived(self, "staged", dict)
-        if number not in notes or notes[number].buffer is not buffer:
+
+        def staged() -> _Staged:
             numel = outputs.numel // self._size
             shards = Stack.within(buffer.view(place, numel * len(outputs), outputs.dtype), len(outputs), (numel,))
             published = _on_all_ranks(_alike(shards, place), buffer)
-            notes[number] = _Staged(buffer, number, shards, self._plan(published, outputs, chunk))
-        self._staged = notes[number]
+            return _Staged(number, shards, self._plan(published, outputs, chunk))
+
+        self._staged = outputs.derived(buffer, number, staged)
         return self._staged.shards
 
     def _gather_staged(self, staged: _Staged, label: str) -> InFlight:
