@@ -29,7 +29,7 @@ from etp.layout import ShardLayout
 from etp.shard import Shard
 from etp.shard_grad import ShardGrad, plain
 from etp.stack import Stack
-from etp.streams import Ready
+from etp.streams import InFlight
 
 # For map(), which runs them in C: a Python call for each expert of a layer would take long.
 _ADDRESS = methodcaller("data_ptr")
@@ -132,7 +132,7 @@ class PendingReduction:
     def __init__(
         self,
         group: WeightGroup,
-        ready: Ready,
+        ready: InFlight,
         wgrads: Stack,
         pool: WgradPool,
         publish: Callable[[bool], None] | None,

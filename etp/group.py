@@ -24,7 +24,7 @@ from etp.errors import EtpStateError
 from etp.formats.base import Quantization, WeightFormat
 from etp.shard import Shard, needs_grad
 from etp.stack import Stack
-from etp.streams import InFlight, Lane, Ready
+from etp.streams import InFlight, Lane
 
 # For map(), which runs them in C: a Python call per expert would take longer than the expert's gather.
 _VERSION = attrgetter("_version")
@@ -103,7 +103,7 @@ class WeightGroup:
         self._slots: dict[BufferCache, Slot] = {}
         self.rows, self.columns = Reading(self, columns=False), Reading(self, columns=True)
         """What visits read of it. Columns are visited only in a format that quantizes them separately."""
-        self._ready: Ready | None = None
+        self._ready: InFlight | None = None
         self._generation = -1
         self.gathered_columns = False
         """Whether the latest gather was of columns; see :class:`Reading`."""
@@ -404,7 +404,7 @@ class WeightGroup:
             self.slot.reads = {self._join(self._ready): None}
         self.pending = False
 
-    def _join(self, ready: Ready, stream: Any = None) -> Any:
+    def _join(self, ready: InFlight, stream: Any = None) -> Any:
         try:
             return ready.wait(stream)
         except BaseException:

@@ -40,7 +40,7 @@ from etp.passes import Passes
 from etp.routes import Routes
 from etp.shard import Shard
 from etp.stack import Stack
-from etp.streams import RANGE, Ready, let_follow
+from etp.streams import RANGE, InFlight, let_follow
 from etp.te import te_is_capturing
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Reductions:
         self._pending: deque[PendingReduction] = deque()
         self._in_flight = 0
         """Bytes of the gradients being reduced."""
-        self._finished: dict[Route, Ready] = {}
+        self._finished: dict[Route, InFlight] = {}
         """The last finished reduction of each route."""
         # Each sum, its home stream, which is ordered after it, and for each shard whether the sum is for it.
         self._local_sums: dict[WeightGroup, tuple[Stack, Any, tuple[bool, ...]]] = {}

@@ -34,7 +34,7 @@ Event: Any = torch._C._CudaEventBase
 
 
 class InFlight:
-    """Work that a transport has started. This class is for work that is enqueued already.
+    """Work that a transport has started, to :meth:`wait` for. This class is for work that is enqueued already.
 
     Args:
         ends: events that together are after all of the work, for its readers to wait for; the first is after what waits
@@ -45,12 +45,42 @@ class InFlight:
 
     ends: Sequence[Any] = ()
     among_peers = False
+    _lane: Lane | None = None
+    """Where it was started; None without streams."""
+    _events: Sequence[Any] = ()
+    """Those to wait for: its ends, or one that the lane has recorded."""
+    _waited: Sequence[Any] = ()
+    """The streams that have waited for them."""
+    _done = False
 
     def __init__(self, *ends: Any, among_peers: bool = False) -> None:
         self.ends, self.among_peers = ends, among_peers
 
     def join(self) -> None:
-        """Order the calling stream after the work, or block until it is done where there are no streams."""
+        """Order the calling stream after the work, or block until it is done where there are no streams.
+
+        Called once.
+        """
+
+    def wait(self, stream: Any = None) -> Any:
+        """Order ``stream``, or the current one of the lane's device, after the work; without streams, block.
+
+        Repeated calls for the same stream cost nothing.
+
+        Returns:
+            the stream; None without streams.
+        """
+        if self._lane is not None:
+            stream = stream or self._lane.current_stream()
+            if stream not in self._waited:
+                for event in self._events:
+                    event.wait(stream)
+                self._waited = (*self._waited, stream)
+            return stream
+        if not self._done:
+            self._done = True
+            self.join()
+        return None
 
 
 class Together(InFlight):
@@ -90,36 +120,6 @@ def let_follow(stream: Any, other: Any) -> None:
         stream.wait_stream(other)
 
 
-class Ready:
-    """A handle to started work, which is done once :meth:`wait` returns (with streams: in stream order)."""
-
-    def __init__(self, in_flight: InFlight | None, events: Sequence[Any], lane: Lane) -> None:
-        self._in_flight = in_flight
-        self._events = events
-        self._lane = lane
-        self._waited: list[Any] = []
-
-    def wait(self, stream: Any = None) -> Any:
-        """Order ``stream``, or the current one of the work's device, after the work; without streams, block.
-
-        Repeated calls for the same stream cost nothing.
-
-        Returns:
-            the stream; None without streams.
-        """
-        if self._events:
-            stream = stream or self._lane.current_stream()
-            if stream not in self._waited:
-                for event in self._events:
-                    event.wait(stream)
-                self._waited.append(stream)
-            return stream
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            in_flight.join()
-        return None
-
-
 class Lane:
     """One direction of traffic (gathers, or reductions) of one runtime on one device.
 
@@ -155,7 +155,7 @@ class Lane:
         waits: Sequence[Any] | None = None,
         beside: Any = None,
         label: str = "",
-    ) -> Ready:
+    ) -> InFlight:
         """Start ``work`` on the lane.
 
         Args:
@@ -166,7 +166,7 @@ class Lane:
             label: names the work in profiles, see [Note: profiler ranges], and in messages about lost peers.
 
         Returns:
-            a handle to the work, to wait for.
+            the work, to wait for.
         """
         if label and profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(label)):
@@ -175,10 +175,10 @@ class Lane:
 
     def _start(
         self, work: Callable[[], InFlight | None], waits: Sequence[Any] | None, beside: Any, label: str
-    ) -> Ready:
+    ) -> InFlight:
         stream = self._stream
         if stream is None:
-            return Ready(work(), (), self)
+            return work() or InFlight()
         if waits is None or not self._forked:
             self._begin = self.mark(event=self._begin)
             waits, self._forked = (self._begin, *(waits or ())), True
@@ -197,14 +197,16 @@ class Lane:
         finally:
             torch._C._cuda_setStream(number, index, kind)
 
-    def _started(self, work: Callable[[], InFlight | None], label: str) -> Ready:
+    def _started(self, work: Callable[[], InFlight | None], label: str) -> InFlight:
         """Start ``work`` on the lane's stream, which is the calling one."""
         started = work() or InFlight()
         started.join()
-        ends = started.ends or (self.mark(self._stream),)
+        # All anew: a transport may return the same object for the same gather each time.
+        started._events = started.ends or (self.mark(self._stream),)
+        started._lane, started._waited = self, ()
         if started.among_peers and self._expect is not None:
-            self._expect(ends[0], label)
-        return Ready(None, ends, self)
+            self._expect(started._events[0], label)
+        return started
 
     def join(self, other: Lane | None = None) -> None:
         """Order ``other``, or the caller's stream, after all work started in this mode; no-op without streams."""

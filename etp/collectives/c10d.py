@@ -134,7 +134,7 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise explained(error, label, self._group) from error
         sent = None if on_gpu else work
-        return _Reduction(self, sent, label, received, (chunks, wgrads), sinks, divisor, accumulate)
+        return _Reduction(self, sent, label, (received, chunks, wgrads, sinks), divisor, accumulate)
 
     def add(self, received: torch.Tensor, sinks: Stack, divisor: int, *, accumulate: bool) -> None:
         """Sum what a reduction has received on a GPU, as earlier ones of the same kind if there were any."""
@@ -211,26 +211,24 @@ class _Reduction(_Collective):
         transport: C10dTransport,
         work: dist.Work | None,
         label: str,
-        received: torch.Tensor,
-        sent: tuple[torch.Tensor, Stack] | None,
-        sinks: Stack,
+        memory: tuple[torch.Tensor, torch.Tensor, Stack, Stack],
         divisor: int,
         accumulate: bool,
     ) -> None:
         super().__init__(transport, work, label)
-        self._received: torch.Tensor | None = received
-        # Kept, because another thread may read them until the work is done.
-        self._sent = sent
-        self._sinks, self._divisor, self._accumulate = sinks, divisor, accumulate
+        # What is received, the chunks to send, the gradients that they may be, and the sinks. Kept until the work is
+        # done, because another thread may read them.
+        self._memory: tuple[torch.Tensor, torch.Tensor, Stack, Stack] | None = memory
+        self._divisor, self._accumulate = divisor, accumulate
 
     def join(self) -> None:
         super().join()
-        received, sent, self._received, self._sent = self._received, self._sent, None, None
-        if received is None or sent is None:
+        memory, self._memory = self._memory, None
+        if memory is None:
             return
+        received, chunks, wgrads, sinks = memory
         add = self._transport.add if received.is_cuda else accumulate_parts
-        add(received, self._sinks, self._divisor, accumulate=self._accumulate)
+        add(received, sinks, self._divisor, accumulate=self._accumulate)
         free_bytes(received)
-        chunks, wgrads = sent
         if chunks.data_ptr() != wgrads.tensors[0].data_ptr():
             free_bytes(chunks)

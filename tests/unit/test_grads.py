@@ -16,7 +16,7 @@ from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.shard import Shard
 from etp.stack import Stack
-from etp.streams import InFlight, Lane, Ready
+from etp.streams import InFlight
 from tests.support.fake_group import fake_group
 from tests.unit.test_group import shard_named
 
@@ -227,7 +227,7 @@ def pending(
             raise KeyError("a hook")
 
     wgrads = pool.lease(2, (8, 3), F32, CPU)
-    return PendingReduction(group, Ready(Event(log, lost=lost), (), Lane(CPU)), wgrads, pool, publish)
+    return PendingReduction(group, Event(log, lost=lost), wgrads, pool, publish)
 
 
 def test_a_finished_reduction_publishes_after_the_wait_and_frees_its_own_buffers(world: dist.ProcessGroup) -> None:
