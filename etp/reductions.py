@@ -26,7 +26,6 @@ from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError
 from etp.grad_hooks import Chosen, GradHooks, chosen_shards, returned_by_autograd
 from etp.grads import (
-    BlockKind,
     Destinations,
     PendingReduction,
     gradient_dtype,
@@ -128,8 +127,11 @@ class Reductions:
         count, stream = len(group.shards), route.reduce.current_stream()
         if self._pending:
             kind = (count * layout.padded_rows * layout.row_numel, dtype, route.device, stream)
-            if not pool.has_free(*kind):
-                self._recycle(kind)
+            # Rather than allocate a block, wait for an older one; never for the newest.
+            older = [] if pool.has_free(*kind) else [pending.block for pending in self._pending][:-1]
+            if kind in older:
+                for _ in range(older.index(kind) + 1):
+                    self._finish_oldest()
         whole = pool.lease(count, layout.padded_shape, dtype, route.device, stream).tensors
         return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
 
@@ -266,13 +268,6 @@ class Reductions:
         while len(self._pending) > 1 and self._in_flight > 2 * self._largest:
             self._finish_oldest()
         return trained
-
-    def _recycle(self, kind: BlockKind) -> None:
-        """Finish older reductions to reuse a block of this kind, rather than allocate another; never the newest."""
-        older = [pending.block for pending in self._pending][:-1]
-        if kind in older:
-            for _ in range(older.index(kind) + 1):
-                self._finish_oldest()
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""

@@ -25,17 +25,17 @@ LIMITS = {
     },
     "3 x 4 experts, ETP": {
         "forward": Calls(144, 11, 184),
-        "backward": Calls(234, 17, 331),
+        "backward": Calls(233, 17, 330),
         "visit": Calls(44, 8, 61),
     },
     "3 x 16 experts, ETP": {
         "forward": Calls(144, 11, 220),
-        "backward": Calls(270, 17, 367),
+        "backward": Calls(269, 17, 366),
         "visit": Calls(44, 8, 73),
     },
     "3 x 128 experts, ETP": {
         "forward": Calls(144, 11, 556),
-        "backward": Calls(606, 17, 703),
+        "backward": Calls(605, 17, 702),
         "visit": Calls(44, 8, 185),
     },
 }
