@@ -260,11 +260,12 @@ class Reductions:
         group.reductions += 1
         group.reduced_bytes += len(wgrads.tensors) * wgrads.nbytes
         publish = None if returned else partial(self.hooks.complete, group, trained, into, chosen)
-        started = PendingReduction(group, ready, padded, self._modes.now.pool, publish, home)
-        self._pending.append(started)
-        self._in_flight += started.nbytes
+        nbytes, pool = len(padded.tensors) * padded.nbytes, self._modes.now.pool
+        block = pool.kind_of(padded.tensors[0])
+        self._pending.append(PendingReduction(group, ready, padded, nbytes, pool, block, home, publish))
+        self._in_flight += nbytes
         # See [Note: deferred accumulation] in etp/grads.py.
-        self._largest = max(self._largest, started.nbytes)
+        self._largest = max(self._largest, nbytes)
         while len(self._pending) > 1 and self._in_flight > 2 * self._largest:
             self._finish_oldest()
         return trained

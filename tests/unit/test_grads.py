@@ -227,14 +227,14 @@ def pending(
             raise KeyError("a hook")
 
     wgrads = pool.lease(2, (8, 3), F32, CPU)
-    return PendingReduction(group, Event(log, lost=lost), wgrads, pool, publish)
+    block = pool.kind_of(wgrads[0])
+    return PendingReduction(group, Event(log, lost=lost), wgrads, 192, pool, block, None, publish)
 
 
 def test_a_finished_reduction_publishes_after_the_wait_and_frees_its_own_buffers(world: dist.ProcessGroup) -> None:
     pool = WgradPool()
     log: list[str] = []
     reduction = pending(world, pool, log)
-    assert reduction.nbytes == 2 * 8 * 3 * 4
     assert reduction.block == (48, F32, CPU, None)
     reduction.finish()
     assert log == ["joined", "published, group.reducing=True"]
