@@ -97,12 +97,16 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> dict[str, Calla
     copies = CopyVariants(group, device, weights.nbytes)
     gradients = Stack([torch.randn_like(weights[0])])
 
+    def gathered() -> InFlight:
+        engine.beside.wait_stream(torch.cuda.current_stream())
+        return engine.all_gather(weights, shards, "")
+
     def reduced(transport: Transport) -> InFlight:
         return transport.reduce_scatter(gradients, sinks, size, "", accumulate=True)
 
     found: dict[str, Callable[[], InFlight | None]] = {
         "gather, NCCL": lambda: c10d.all_gather(weights, shards, ""),
-        "gather, copy_engine": lambda: engine.all_gather(weights, shards, ""),
+        "gather, copy_engine": gathered,
     }
     ways = ((1, 1, False), (1, 1, True), (3, 1, False), (3, 1, True), (2, 4, False), (1, 8, False))
     for streams, pieces, push in ways:
@@ -150,12 +154,12 @@ class Beside:
 
 
 def _start(move: Callable[[], InFlight | None]) -> Sequence[Any]:
-    """Enqueue a movement. Returns events that readers must wait for in addition to the current stream."""
+    """Enqueue a movement. Returns events that readers must wait for, those of the current stream included."""
     moving = move()
     if moving is None:
         return ()
     moving.join()
-    return moving.beside
+    return moving.ends
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

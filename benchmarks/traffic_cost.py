@@ -58,7 +58,7 @@ class Selection:
 
     def __init__(self) -> None:
         self.left_out: frozenset[str] = frozenset()
-        self._local: int | None = None
+        self._own: int | None = None
         self._reducing = False
 
     @contextlib.contextmanager
@@ -72,11 +72,11 @@ class Selection:
         add, copy = copy_engine.accumulate_parts, CudaDriver.copy
 
         def all_gather(made: Any, *arguments: Any) -> Any:
-            self._local = made._local.cuda_stream
+            self._own = made.beside.cuda_stream
             try:
                 return gather(made, *arguments)
             finally:
-                self._local = None
+                self._own = None
 
         def reduce_scatter(made: Any, *arguments: Any) -> Any:
             self._reducing = True
@@ -91,7 +91,7 @@ class Selection:
             return ()  # no launches that would be repeated without asking
 
         def selected_copy(driver: Any, copies: Any, stream: int, origin: int = 0) -> None:
-            part = "send" if self._reducing else "own" if stream == self._local else None
+            part = "send" if self._reducing else "own" if stream == self._own else None
             if part not in self.left_out:
                 copy(driver, copies, stream, origin)
 

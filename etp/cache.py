@@ -61,6 +61,8 @@ class Slot:
         """Streams that have read the content, or waited for a gather that was never read. A new gather must not
         overtake them. Each has an event after its last read, or None until the reader's work is known to be enqueued;
         see :meth:`etp.group.WeightGroup.read_until_here`. On a device without streams, the key is None."""
+        self.marks: dict[Any, Any] = {}
+        """The event of each stream that has ever been in :attr:`reads`, to record again: making events takes time."""
         self.sharers = 0
         """Number of groups that share it; 0 for a dedicated slot, which belongs to one group."""
         self._aliases: dict[tuple[int, tuple[bool, ...]], list[torch.Tensor]] = {}

@@ -29,7 +29,7 @@ from etp.layout import ShardLayout
 from etp.shard import Shard
 from etp.shard_grad import ShardGrad, plain
 from etp.stack import Stack
-from etp.streams import Ready
+from etp.streams import InFlight
 
 # For map(), which runs them in C: a Python call for each expert of a layer would take long.
 _ADDRESS = methodcaller("data_ptr")
@@ -116,56 +116,45 @@ class WgradPool:
         self._free.clear()
 
 
+@dataclass(slots=True, eq=False)
 class PendingReduction:
     """One group's reduction, started and not yet finished.
 
-    Args:
+    Attributes:
         group: the group whose gradient is reduced.
         ready: the reduction's end.
-        wgrads: the full gradients.
+        wgrads: the full gradients, which the side stream reads until then.
+        nbytes: bytes of these.
         pool: takes back those that are leased.
+        block: the kind of the block that it takes back; None if the gradients are not leased.
+        home: the stream that the memory of ``wgrads`` goes back to; see [Note: home streams].
         publish: makes the gradient visible on the shards; its argument says whether hooks may run. None if autograd
             delivers the gradient.
-        home: the stream that the memory of ``wgrads`` goes back to; see [Note: home streams].
+        belated: whether another pass has begun since it was started.
     """
 
-    def __init__(
-        self,
-        group: WeightGroup,
-        ready: Ready,
-        wgrads: Stack,
-        pool: WgradPool,
-        publish: Callable[[bool], None] | None,
-        home: Any = None,
-    ) -> None:
-        self.group = group
-        self.ready = ready
-        """The reduction's end."""
-        # Held until finished: the side stream still reads them.
-        self._wgrads: Stack | None = wgrads
-        self._pool = pool
-        self._home = home
-        self._publish = publish
-        self.belated = False
-        """Whether another pass has begun since it was started."""
-        self.nbytes = len(wgrads.tensors) * wgrads.nbytes
-        """Bytes of the gradients that it keeps alive until it is finished."""
-        self.block = pool.kind_of(wgrads.tensors[0])
-        """The kind of the block that finishing it returns to the pool; None if the gradients are not leased."""
+    group: WeightGroup
+    ready: InFlight
+    wgrads: Stack
+    nbytes: int
+    pool: WgradPool
+    block: BlockKind | None
+    home: Any
+    publish: Callable[[bool], None] | None
+    belated: bool = False
 
     def finish(self, *, publish: bool = True) -> None:
         """Wait, then publish the gradient on the shards, unless its backward pass was abandoned."""
         try:
             self.ready.wait()
-            if publish and self._publish is not None:
-                self._publish(not self.belated)
+            if publish and self.publish is not None:
+                self.publish(not self.belated)
         finally:
             # Even if a peer is late or a hook raises, the weight must be usable in the next step.
             self.group.reducing = False
-            self.ready.wait(self._home)
-            wgrads, self._wgrads = self._wgrads, None
-            if wgrads is not None and self.block is not None:
-                self._pool.restore(wgrads.tensors[0])
+            self.ready.wait(self.home)
+            if self.block is not None:
+                self.pool.restore(self.wgrads.tensors[0])
 
 
 def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: WgradPool, stream: Any = None) -> Stack:

@@ -24,7 +24,7 @@ from etp.errors import EtpStateError
 from etp.formats.base import Quantization, WeightFormat
 from etp.shard import Shard, needs_grad
 from etp.stack import Stack
-from etp.streams import InFlight, Lane, Ready
+from etp.streams import InFlight, Lane
 
 # For map(), which runs them in C: a Python call per expert would take longer than the expert's gather.
 _VERSION = attrgetter("_version")
@@ -103,7 +103,7 @@ class WeightGroup:
         self._slots: dict[BufferCache, Slot] = {}
         self.rows, self.columns = Reading(self, columns=False), Reading(self, columns=True)
         """What visits read of it. Columns are visited only in a format that quantizes them separately."""
-        self._ready: Ready | None = None
+        self._ready: InFlight | None = None
         self._generation = -1
         self.gathered_columns = False
         """Whether the latest gather was of columns; see :class:`Reading`."""
@@ -300,7 +300,7 @@ class WeightGroup:
             and slot.generation == self._generation
             and slot.owner is self
             and self.gathered_columns is columns
-            and self._gathered_version == (epoch, *self.version)
+            and self._gathered_version == (epoch, self.version)
         )
 
     def issue_gather(
@@ -324,7 +324,7 @@ class WeightGroup:
         self.pending = True
         try:
             self._generation = slot.claim(self)
-            self._gathered_version = (epoch, *self.version)
+            self._gathered_version = (epoch, self.version)
             self.gathered_columns = columns
             self.issued_in_pass = pass_number
             gather: Callable[[], InFlight]
@@ -339,7 +339,9 @@ class WeightGroup:
                 else:
                     copies = quantization.copies[index]
                     gather = partial(route.transport.all_gather, slot.buffers, copies, self.gather_label)
-            self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
+            self._ready = route.gather.start(
+                gather, waits=waits, beside=route.transport.beside, label=self.gather_label
+            )
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:
@@ -352,7 +354,7 @@ class WeightGroup:
         if slot is not None and slot.generation == self._generation:
             for stream, event in slot.reads.items():
                 if event is None:
-                    slot.reads[stream] = lane.mark(stream)
+                    slot.reads[stream] = slot.marks[stream] = lane.mark(stream, slot.marks.get(stream))
 
     def take(self, lane: Lane, *, transposed: bool = False) -> list[torch.Tensor]:
         """Hand out the gathered weights, ordered after the gather on the current stream.
@@ -398,16 +400,13 @@ class WeightGroup:
     def abandon_gather(self) -> None:
         """Wait for a gather that was not handed out, and drop it. Its slot is free afterwards."""
         if self._ready is not None and self.pending:
-            ready, slot = self._ready, self.slot
-            self._join(ready)
-            # The next gather into the slot may be on another lane, which waits only for this event.
-            slot.reads.clear()
-            slot.reads.update(ready.mark())
+            # The next gather into the slot may be on another lane, which waits only for this stream.
+            self.slot.reads = {self._join(self._ready): None}
         self.pending = False
 
-    def _join(self, ready: Ready, stream: Any = None) -> None:
+    def _join(self, ready: InFlight, stream: Any = None) -> Any:
         try:
-            ready.wait(stream)
+            return ready.wait(stream)
         except BaseException:
             self._forget_gather()
             raise

@@ -26,7 +26,6 @@ from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError
 from etp.grad_hooks import Chosen, GradHooks, chosen_shards, returned_by_autograd
 from etp.grads import (
-    BlockKind,
     Destinations,
     PendingReduction,
     gradient_dtype,
@@ -40,7 +39,7 @@ from etp.passes import Passes
 from etp.routes import Routes
 from etp.shard import Shard
 from etp.stack import Stack
-from etp.streams import RANGE, Ready, let_follow
+from etp.streams import RANGE, InFlight, let_follow
 from etp.te import te_is_capturing
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Reductions:
         self._pending: deque[PendingReduction] = deque()
         self._in_flight = 0
         """Bytes of the gradients being reduced."""
-        self._finished: dict[Route, Ready] = {}
+        self._finished: dict[Route, InFlight] = {}
         """The last finished reduction of each route."""
         # Each sum, its home stream, which is ordered after it, and for each shard whether the sum is for it.
         self._local_sums: dict[WeightGroup, tuple[Stack, Any, tuple[bool, ...]]] = {}
@@ -128,8 +127,11 @@ class Reductions:
         count, stream = len(group.shards), route.reduce.current_stream()
         if self._pending:
             kind = (count * layout.padded_rows * layout.row_numel, dtype, route.device, stream)
-            if not pool.has_free(*kind):
-                self._recycle(kind)
+            # Rather than allocate a block, wait for an older one; never for the newest.
+            older = [] if pool.has_free(*kind) else [pending.block for pending in self._pending][:-1]
+            if kind in older:
+                for _ in range(older.index(kind) + 1):
+                    self._finish_oldest()
         whole = pool.lease(count, layout.padded_shape, dtype, route.device, stream).tensors
         return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
 
@@ -258,21 +260,15 @@ class Reductions:
         group.reductions += 1
         group.reduced_bytes += len(wgrads.tensors) * wgrads.nbytes
         publish = None if returned else partial(self.hooks.complete, group, trained, into, chosen)
-        started = PendingReduction(group, ready, padded, self._modes.now.pool, publish, home)
-        self._pending.append(started)
-        self._in_flight += started.nbytes
+        nbytes, pool = len(padded.tensors) * padded.nbytes, self._modes.now.pool
+        block = pool.kind_of(padded.tensors[0])
+        self._pending.append(PendingReduction(group, ready, padded, nbytes, pool, block, home, publish))
+        self._in_flight += nbytes
         # See [Note: deferred accumulation] in etp/grads.py.
-        self._largest = max(self._largest, started.nbytes)
+        self._largest = max(self._largest, nbytes)
         while len(self._pending) > 1 and self._in_flight > 2 * self._largest:
             self._finish_oldest()
         return trained
-
-    def _recycle(self, kind: BlockKind) -> None:
-        """Finish older reductions to reuse a block of this kind, rather than allocate another; never the newest."""
-        holders = [index for index, pending in enumerate(self._pending) if pending.block == kind]
-        if holders and holders[0] < len(self._pending) - 1:
-            for _ in range(holders[0] + 1):
-                self._finish_oldest()
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""

@@ -51,7 +51,8 @@ class Routes:
         return group.route
 
     def _new_route(self, process_group: dist.ProcessGroup, transport: Transport, device: torch.device) -> Route:
-        route = self._routes[process_group, device] = Route(transport, Lane(device), Lane(device), device)
+        gather, reduce = Lane(device, transport.expect), Lane(device, transport.expect)
+        route = self._routes[process_group, device] = Route(transport, gather, reduce, device)
         return route
 
     def _transport(self, group: WeightGroup, device: torch.device) -> Transport:
@@ -132,8 +133,8 @@ class Routes:
             if work is not None:
                 self._line.wait(work, self._config.timeout_s, keep=on_cpu)
         transport = self.transports.get(process_group)
-        if transport is not None:
-            transport.watch(label)
+        if transport is not None and transport.watchdog is not None:
+            transport.watchdog.expect_stream(label)
 
     def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
         """Agree on a name, so that ranks that use different modules with equal names are detected. Collective."""
@@ -153,7 +154,7 @@ class Routes:
             if order is not None and order.names:
                 order.verify()
                 # After earlier reductions, and concurrent with compute.
-                exchange = partial(order.exchange, self._names.get(process_group, ""), route.transport.watch)
+                exchange = partial(order.exchange, self._names.get(process_group, ""))
                 route.reduce.start(exchange, waits=(), label=ORDER_LABEL)
                 if order.is_answered:
                     order.verify()

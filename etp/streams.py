@@ -34,40 +34,66 @@ Event: Any = torch._C._CudaEventBase
 
 
 class InFlight:
-    """Work that a transport has started. This class is for work that is enqueued already and waits for no peer.
+    """Work that a transport has started, to :meth:`wait` for. This class is for work that is enqueued already.
 
     Args:
-        beside: events of parts of the work that run on other streams. The stream that the work was started on need not
-            wait for them; readers of the result must.
+        ends: events that together are after all of the work, for its readers to wait for; the first is after what waits
+            for peers. The stream that the work was started on need not wait for them. None: that stream, as it is now,
+            is after all of the work.
+        among_peers: whether it waits for peers, and is therefore to be watched.
     """
 
-    beside: Sequence[Any] = ()
+    ends: Sequence[Any] = ()
+    among_peers = False
+    _lane: Lane | None = None
+    """Where it was started; None without streams."""
+    _events: Sequence[Any] = ()
+    """Those to wait for: its ends, or one that the lane has recorded."""
+    _waited: Sequence[Any] = ()
+    """The streams that have waited for them."""
+    _done = False
 
-    def __init__(self, *beside: Any) -> None:
-        self.beside = beside
+    def __init__(self, *ends: Any, among_peers: bool = False) -> None:
+        self.ends, self.among_peers = ends, among_peers
 
     def join(self) -> None:
-        """Order the calling stream after the work, or block until it is done where there are no streams."""
+        """Order the calling stream after the work, or block until it is done where there are no streams.
 
-    def expect(self, end: Any) -> None:
-        """Watch for lost peers: the event ``end``, after all of the work, should happen within the timeout."""
+        Called once.
+        """
+
+    def wait(self, stream: Any = None) -> Any:
+        """Order ``stream``, or the current one of the lane's device, after the work; without streams, block.
+
+        Repeated calls for the same stream cost nothing.
+
+        Returns:
+            the stream; None without streams.
+        """
+        if self._lane is not None:
+            stream = stream or self._lane.current_stream()
+            if stream not in self._waited:
+                for event in self._events:
+                    event.wait(stream)
+                self._waited = (*self._waited, stream)
+            return stream
+        if not self._done:
+            self._done = True
+            self.join()
+        return None
 
 
 class Together(InFlight):
     """Several pieces of work that were started one after the other on one stream."""
 
     def __init__(self, works: Sequence[InFlight]) -> None:
-        super().__init__(*(event for work in works for event in work.beside))
+        super().__init__(*(event for work in works for event in work.ends), among_peers=works[-1].among_peers)
         self._works = works
 
     def join(self) -> None:
         """See :class:`InFlight`."""
         for work in self._works:
             work.join()
-
-    def expect(self, end: Any) -> None:
-        """See :class:`InFlight`."""
-        self._works[-1].expect(end)
 
 
 class _Stream(torch.cuda.Stream):
@@ -94,45 +120,17 @@ def let_follow(stream: Any, other: Any) -> None:
         stream.wait_stream(other)
 
 
-class Ready:
-    """A handle to started work, which is done once :meth:`wait` returns (with streams: in stream order)."""
-
-    def __init__(self, in_flight: InFlight | None, events: Sequence[Any], lane: Lane) -> None:
-        self._in_flight = in_flight
-        self._events = events
-        self._lane = lane
-        self._waited: list[Any] = []
-
-    def wait(self, stream: Any = None) -> None:
-        """Order ``stream``, or the current one of the work's device, after the work; without streams, block.
-
-        Repeated calls for the same stream cost nothing.
-        """
-        if self._events:
-            stream = stream or self._lane.current_stream()
-            if stream in self._waited:
-                return
-            for event in self._events:
-                event.wait(stream)
-            self._waited.append(stream)
-            return
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            in_flight.join()
-
-    def mark(self) -> dict[Any, Any]:
-        """The current stream of the work's device, with an event after all its work so far; {} without streams."""
-        if not self._events:
-            return {}
-        stream = self._lane.current_stream()
-        return {stream: self._lane.mark(stream)}
-
-
 class Lane:
-    """One direction of traffic (gathers, or reductions) of one runtime on one device."""
+    """One direction of traffic (gathers, or reductions) of one runtime on one device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where it runs.
+        expect: watches for lost peers: an event that should happen within the timeout, and what it is the end of.
+    """
+
+    def __init__(self, device: torch.device, expect: Callable[[Any, str], None] | None = None) -> None:
         self.device = device
+        self._expect = expect
         self._device_module: Any = None
         self._new_event: Any = None
         self._stream: Any = None
@@ -141,6 +139,8 @@ class Lane:
             self._new_event = Event if self._device_module is torch.cuda else self._device_module.Event
             # High priority: a copy or collective that is ready should not queue behind a wave of GEMM blocks.
             self._stream = self._device_module.Stream(device=device, priority=-1)
+        self._begin: Any = None
+        """Recorded where work starts, and waited for at once."""
         self._forked = False
         """Whether any work was started in this mode."""
 
@@ -149,64 +149,80 @@ class Lane:
         self._forked = False
 
     def start(
-        self, work: Callable[[], InFlight | None], *, waits: Sequence[Any] | None = None, label: str = ""
-    ) -> Ready:
+        self,
+        work: Callable[[], InFlight | None],
+        *,
+        waits: Sequence[Any] | None = None,
+        beside: Any = None,
+        label: str = "",
+    ) -> InFlight:
         """Start ``work`` on the lane.
 
         Args:
             work: starts the collective and returns a handle to it, or None if it is only enqueued.
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all work enqueued on the current stream so far.
-            label: names the work in profiles; see [Note: profiler ranges].
+            beside: a stream that ``work`` uses beside the lane's, which waits for the same.
+            label: names the work in profiles, see [Note: profiler ranges], and in messages about lost peers.
 
         Returns:
-            a handle to the work, to wait for.
+            the work, to wait for.
         """
         if label and profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(label)):
-                return self.start(work, waits=waits)
+                return self._start(work, waits, beside, label)
+        return self._start(work, waits, beside, label)
+
+    def _start(
+        self, work: Callable[[], InFlight | None], waits: Sequence[Any] | None, beside: Any, label: str
+    ) -> InFlight:
         stream = self._stream
         if stream is None:
-            return Ready(work(), (), self)
+            return work() or InFlight()
         if waits is None or not self._forked:
-            self.mark().wait(stream)
-            self._forked = True
-        for event in waits or ():
+            self._begin = self.mark(event=self._begin)
+            waits, self._forked = (self._begin, *(waits or ())), True
+        for event in waits:
             event.wait(stream)
+            if beside is not None:
+                event.wait(beside)
         if self._device_module is not torch.cuda or torch._C._cuda_getDevice() != self.device.index:
             with self._device_module.stream(stream):
-                return self._started(work)
+                return self._started(work, label)
         # See [Note: streams in C].
         number, index, kind = torch._C._cuda_getCurrentStream(self.device.index)
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         try:
-            return self._started(work)
+            return self._started(work, label)
         finally:
             torch._C._cuda_setStream(number, index, kind)
 
-    def _started(self, work: Callable[[], InFlight | None]) -> Ready:
+    def _started(self, work: Callable[[], InFlight | None], label: str) -> InFlight:
         """Start ``work`` on the lane's stream, which is the calling one."""
         started = work() or InFlight()
         started.join()
-        event = self.mark(self._stream)
-        started.expect(event)
-        return Ready(None, (event, *started.beside), self)
+        # All anew: a transport may return the same object for the same gather each time.
+        started._events = started.ends or (self.mark(self._stream),)
+        started._lane, started._waited = self, ()
+        if started.among_peers and self._expect is not None:
+            self._expect(started._events[0], label)
+        return started
 
-    def follow(self, other: Lane) -> None:
-        """Order work started from now on after all work started on ``other`` in this mode."""
-        if other._forked:
-            other.mark(other._stream).wait(self._stream)
-
-    def join(self) -> None:
-        """Order the caller's stream after all work started in this mode; no-op without streams."""
+    def join(self, other: Lane | None = None) -> None:
+        """Order ``other``, or the caller's stream, after all work started in this mode; no-op without streams."""
         if self._forked:
-            self.mark(self._stream).wait(self.current_stream())
+            self.mark(self._stream).wait(self.current_stream() if other is None else other._stream)
 
-    def mark(self, stream: Any = None) -> Any:
-        """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams."""
+    def mark(self, stream: Any = None, event: Any = None) -> Any:
+        """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams.
+
+        Args:
+            stream: where it is recorded.
+            event: a former one to record again: who waited for it has waited for what it was then.
+        """
         if self._stream is None:
             return None
-        event = self._new_event()
+        event = event or self._new_event()
         event.record(stream or self.current_stream())
         return event
 

@@ -162,7 +162,7 @@ class WeightVersions:
 
         if route.transport.publishes:
             # See [Note: flags] in etp/collectives/copy_engine.py.
-            route.gather.follow(route.reduce)
+            route.reduce.join(route.gather)
         route.gather.start(publish, label=label)
 
     def _quantization(self, format_: WeightFormat, groups: Sequence[WeightGroup], route: Route) -> Quantization:

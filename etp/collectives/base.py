@@ -6,11 +6,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from etp.collectives.order import CollectiveOrder
+from etp.collectives.watchdog import Watchdog
 from etp.stack import Stack
 from etp.streams import InFlight, Lane, Together
 
@@ -29,8 +30,13 @@ class Transport(ABC):
     """Whether :meth:`pair` detects ranks that start different collectives, before any data is sent."""
     order: CollectiveOrder | None = None
     """The order of its collectives, which the ranks compare; None where that is not needed."""
+    watchdog: Watchdog | None = None
+    """Watches what waits for peers on a GPU; None if nothing needs to be watched, or another watches."""
     capturing = False
     """Whether a CUDA graph is being captured."""
+    beside: Any = None
+    """The stream that gathers use beside the calling one, if any. The caller orders it, too, after all that has used
+    the memory that is gathered into."""
     captured = False
     """Whether one is, or has been: its replays refer to this transport's memory, and are not visible here."""
 
@@ -124,8 +130,16 @@ class Transport(ABC):
 
     # Lost peers, and CUDA graphs -------------------------------------------------------------------------------
 
+    def expect(self, end: Any, label: str) -> None:
+        """Watch that ``end`` happens in time, an event after all waits of the collective ``label`` for peers."""
+        # Nothing runs while a graph is captured; watch_replays covers replays.
+        if self.watchdog is not None and not self.capturing:
+            self.watchdog.expect(end, label)
+
     def watch(self, label: str) -> None:
         """Watch that work enqueued so far on the calling stream, up to the collective ``label``, ends in time."""
+        if self.watchdog is not None:
+            self.watchdog.expect_stream(label)
 
     def change_mode(self, *, capturing: bool) -> None:
         """Change modes: a CUDA graph capture begins, with the device idle, or has ended."""
@@ -134,6 +148,8 @@ class Transport(ABC):
 
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
+        if self.captured:
+            self.watch("the replay of a CUDA graph")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

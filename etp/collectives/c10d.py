@@ -72,13 +72,13 @@ class C10dTransport(Transport):
             self._reduce_group = sibling_group(group, patience_s, self._gpu)
         self._launches: dict[tuple[object, ...], Sequence[Launch]] = {}
         """How reductions are summed, by what they must have in common."""
-        if supervises and device is not None and self._size > 1:
-            self.order = CollectiveOrder(self._reduce_group, device, timeout_s)
-        self._watchdog: Watchdog | None = None
         self._replays: Watchdog | None = None
         """Watches replays of graphs; None before the first capture."""
+        # Without a timeout of our own, NCCL's watchdog applies.
         if supervises and self._gpu is not None and timeout_s is not None:
-            self._watchdog = self._new_watchdog(timeout_s)
+            self.watchdog = self._new_watchdog(timeout_s)
+        if supervises and device is not None and self._size > 1:
+            self.order = CollectiveOrder(self._reduce_group, device, timeout_s, self.watchdog)
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
@@ -134,7 +134,7 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise explained(error, label, self._group) from error
         sent = None if on_gpu else work
-        return _Reduction(self, sent, label, received, (chunks, wgrads), sinks, divisor, accumulate)
+        return _Reduction(self, sent, label, (received, chunks, wgrads, sinks), divisor, accumulate)
 
     def add(self, received: torch.Tensor, sinks: Stack, divisor: int, *, accumulate: bool) -> None:
         """Sum what a reduction has received on a GPU, as earlier ones of the same kind if there were any."""
@@ -167,17 +167,6 @@ class C10dTransport(Transport):
             raise explained(error, label, self._group) from error
         self._line.finished.append(work)
 
-    def expect(self, end: Any, label: str) -> None:
-        """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
-        # Nothing runs while a graph is captured; watch_replays covers replays.
-        if self._watchdog is not None and not self.capturing:
-            self._watchdog.expect(end, label)
-
-    def watch(self, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`. Without a timeout of our own, NCCL's watchdog applies."""
-        if self._watchdog is not None and self._gpu is not None:
-            self._watchdog.expect_stream(self._gpu, label)
-
     # CUDA graphs ---------------------------------------------------------------------------------------------
 
     def change_mode(self, *, capturing: bool) -> None:
@@ -186,21 +175,23 @@ class C10dTransport(Transport):
         if capturing and self._replays is None and self._gpu is not None:
             # NCCL watches only the collectives that it starts itself, not those of a replay.
             limit = self._group._get_backend(self._gpu).options._timeout.total_seconds()
-            self._replays = self._watchdog or self._new_watchdog(limit)
+            self._replays = self.watchdog or self._new_watchdog(limit)
         if self.order is not None:
             self.order.recording = not capturing
 
     def watch_replays(self) -> None:
         """See :class:`etp.collectives.base.Transport`."""
-        if self._replays is not None and self._gpu is not None:
-            self._replays.expect_stream(self._gpu, "the replay of a CUDA graph")
+        if self._replays is not None:
+            self._replays.expect_stream("the replay of a CUDA graph")
 
     def _new_watchdog(self, timeout_s: float) -> Watchdog:
-        return Watchdog(timeout_s, who(self._group), CudaDriver().allow_calls_during_capture)
+        return Watchdog(timeout_s, who(self._group), CudaDriver().allow_calls_during_capture, self._gpu)
 
 
 class _Collective(InFlight):
     """A collective in flight; ``work`` is None if the calling stream is already ordered after it."""
+
+    among_peers = True
 
     def __init__(self, transport: C10dTransport, work: dist.Work | None, label: str) -> None:
         self._transport = transport
@@ -213,10 +204,6 @@ class _Collective(InFlight):
         if work is not None:
             self._transport.wait(work, self._label)
 
-    def expect(self, end: Any) -> None:
-        """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(end, self._label)
-
 
 class _Reduction(_Collective):
     def __init__(
@@ -224,26 +211,24 @@ class _Reduction(_Collective):
         transport: C10dTransport,
         work: dist.Work | None,
         label: str,
-        received: torch.Tensor,
-        sent: tuple[torch.Tensor, Stack] | None,
-        sinks: Stack,
+        memory: tuple[torch.Tensor, torch.Tensor, Stack, Stack],
         divisor: int,
         accumulate: bool,
     ) -> None:
         super().__init__(transport, work, label)
-        self._received: torch.Tensor | None = received
-        # Kept, because another thread may read them until the work is done.
-        self._sent = sent
-        self._sinks, self._divisor, self._accumulate = sinks, divisor, accumulate
+        # What is received, the chunks to send, the gradients that they may be, and the sinks. Kept until the work is
+        # done, because another thread may read them.
+        self._memory: tuple[torch.Tensor, torch.Tensor, Stack, Stack] | None = memory
+        self._divisor, self._accumulate = divisor, accumulate
 
     def join(self) -> None:
         super().join()
-        received, sent, self._received, self._sent = self._received, self._sent, None, None
-        if received is None or sent is None:
+        memory, self._memory = self._memory, None
+        if memory is None:
             return
+        received, chunks, wgrads, sinks = memory
         add = self._transport.add if received.is_cuda else accumulate_parts
-        add(received, self._sinks, self._divisor, accumulate=self._accumulate)
+        add(received, sinks, self._divisor, accumulate=self._accumulate)
         free_bytes(received)
-        chunks, wgrads = sent
         if chunks.data_ptr() != wgrads.tensors[0].data_ptr():
             free_bytes(chunks)

@@ -14,15 +14,22 @@ per peer is enough even for all experts of a layer, if these lie at a constant d
 
 [Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it waits for the GEMM's last
 wave, and so does all later work in its stream. A gather therefore copies this rank's own chunk on a separate stream,
-and only the consumer waits for it.
+:attr:`CopyEngineTransport.beside`, and only the consumer waits for it. That stream waits for the slot's readers itself,
+and for a publication at the first gather after it.
 
 [Note: receive ring] For a reduction, each rank copies chunk p of its gradient into peer p's receive ring, signals,
-waits for its peers' signals, sums what arrived with its own chunk (:mod:`etp.collectives.sums`) and signals that its
-place in the ring is free again. Places are used in turn, so a rank may send reduction s while its peers still sum
-s - 1.
+waits for its peers' signals, and sums what arrived with its own chunk (:mod:`etp.collectives.sums`). Two places are
+used in turn, so a rank may send reduction s while its peers still sum s - 1. A place needs no signal that it is free:
+by raising ARRIVED for s - 1, a peer shows that it has summed s - 2.
+
+The replay of a graph breaks these turns, since it uses the places that the capture has used. From the first capture on,
+a rank therefore sends only after PLACE_FREE flags, which peers raise after their sums. All of them are raised when this
+begins. Whatever is reduced first, replayed or not, must hence be in the place whose turn it was then: each change of
+mode goes back to that turn.
 
 [Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. A place's ARRIVED flags are raised again only
-after its PLACE_FREE flags were received, and vice versa. ARRIVED is raised with a number that identifies the weight:
+after its PLACE_FREE flags, or the other place's ARRIVED flags, were received. PLACE_FREE is raised again only after
+the place's ARRIVED flags were received. ARRIVED is raised with a number that identifies the weight:
 ranks that reduce different weights do not add one to the other, but wait until their timeout. (Gathers read by address
 and need no common order. An all-reduce of other code over the group is preceded by an empty reduction, with a number
 that identifies what it combines.) READERS_DONE and PUBLISHED alternate: between raising one of them twice, a rank
@@ -68,21 +75,8 @@ _PLACES = 2
 _ALIGNMENT = 512
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Published:
-    """Where peers read the shards of one group.
-
-    Attributes:
-        bases: address of each rank's memory in this process, by rank.
-        offsets: the shards as runs of offsets from there.
-    """
-
-    bases: Sequence[int]
-    offsets: tuple[Run, ...]
-
-    def on(self, rank: int) -> list[Run]:
-        """The shards of ``rank``, as this process addresses them."""
-        return [run.at(self.bases[rank]) for run in self.offsets]
+_Published = list[list[Run]]
+"""Where each rank's shards of one group are read, by rank, as this process addresses them."""
 
 
 @dataclass(slots=True)
@@ -109,13 +103,11 @@ class _Staged:
     """A place for the shards of one gather; see [Note: staged shards].
 
     Attributes:
-        buffer: the ring's memory.
         number: index of the place in the ring.
         shards: the shards, stored in the place.
         copies: the gather's copies.
     """
 
-    buffer: SymmetricBuffer
     number: int
     shards: Stack
     copies: _Gather
@@ -125,7 +117,7 @@ class _Staged:
 class _Gather:
     """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is.
 
-    ``started`` has an event after the latest copy of the own chunk. Who waited for an earlier one has enqueued that.
+    ``started`` has two events, after the latest copies of either kind. Who waited for earlier ones has enqueued that.
     """
 
     published: _Published
@@ -141,7 +133,7 @@ class _Sum:
     Attributes:
         conditions: what it is valid for, besides the label. It keeps no memory alive.
         sends: the copies to the peers, from addresses relative to the gradients'.
-        flags: what comes before the copies, after them, and after the sum.
+        flags: what comes before the copies, after them, and after the sum; see :meth:`CopyEngineTransport._flags`.
         launches: sum it; see :func:`etp.collectives.sums.accumulate_parts`. Empty before the first time.
     """
 
@@ -162,17 +154,6 @@ class _Channel(IntEnum):
 
 
 _CHANNELS = _Channel.STAGE_FREE + _PLACES
-
-
-class _AmongPeers(InFlight):
-    """Work in flight that waits for peers: on the calling stream, or on the first event's if there are any."""
-
-    def __init__(self, transport: CopyEngineTransport, label: str, *beside: Any) -> None:
-        self._transport, self._label, self.beside = transport, label, beside
-
-    def expect(self, end: Any) -> None:
-        """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(self.beside[0] if self.beside else end, self._label)
 
 
 class CopyEngineTransport(Transport):
@@ -196,10 +177,13 @@ class CopyEngineTransport(Transport):
         self._driver = CudaDriver()
         free = [channel + place for channel in (_Channel.PLACE_FREE, _Channel.STAGE_FREE) for place in range(_PLACES)]
         self._signals = Signals(self._group, _CHANNELS, device, self._driver, raised=free)
-        self._local = torch.cuda.Stream(device, priority=-1)
-        self._local_begin, self._local_end = Event(), None
-        """Before the latest work on the stream for own chunks, and after it; None if all has been waited for."""
-        self._watchdog = Watchdog(timeout_s, who(group), self._driver.allow_calls_during_capture)
+        self.beside = torch.cuda.Stream(device, priority=-1)
+        """See [Note: own chunk]."""
+        self._own_end: Any = None
+        """An event after the latest copy of an own chunk; None if all has been waited for."""
+        self._publication: Any = None
+        """An event after the latest publication, until a gather has ordered :attr:`beside` after it."""
+        self.watchdog = Watchdog(timeout_s, who(group), self._driver.allow_calls_during_capture, device)
         self._adopted: list[SymmetricBuffer] = []
         self._quantized: list[SymmetricBuffer] = []
         self._arena: SymmetricBuffer | None = None
@@ -210,6 +194,8 @@ class CopyEngineTransport(Transport):
         self._gathered = False
         self._kept: list[SymmetricBuffer] = []
         self._ring, self._stages = _Ring("gradients on their way"), _Ring("shards on their way")
+        self._turn = 0
+        """``uses`` of the ring when the first capture began."""
         self._sums: dict[tuple[str, int], _Sum] = {}
         """What reductions enqueue, by label and place of the ring."""
         self._copying: torch.cuda.Stream | None = None
@@ -233,8 +219,12 @@ class CopyEngineTransport(Transport):
 
     def change_mode(self, *, capturing: bool) -> None:
         """See :class:`etp.collectives.base.Transport`. Drops the events recorded so far."""
+        if not self.captured:
+            self._turn = self._ring.uses
         super().change_mode(capturing=capturing)
-        self._local_end = None
+        # See [Note: receive ring].
+        self._ring.uses = self._turn
+        self._own_end = self._publication = None
         self._own_read.clear()
 
     # Gathering -----------------------------------------------------------------------------------------------
@@ -279,14 +269,16 @@ class CopyEngineTransport(Transport):
             write()
         self._driver.copy(self._updates, self._stream())
         self._exchange(_Channel.PUBLISHED)
+        self._publication = Event()
+        self._publication.record(current_stream(self._device))
         self.watch("the publication of weights")
 
     def _exchange(self, channel: _Channel) -> None:
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
-        if self._local_end is not None:
+        if self._own_end is not None:
             # This rank's own chunks are read on a separate stream.
-            self._local_end.wait(current_stream(self._device))
-        self._gathered, self._local_end = False, None
+            self._own_end.wait(current_stream(self._device))
+        self._gathered, self._own_end = False, None
         self._signals.exchange(channel, self._stream())
 
     def _place(self, groups: Sequence[Stack]) -> None:
@@ -305,8 +297,8 @@ class CopyEngineTransport(Transport):
             if home is not None:
                 self._published[shards] = home
             elif self._arena is not None:
-                self._published[shards] = published = _Published(self._arena.addresses, _alike(shards, offset))
-                updates += pitched_copies(published.on(self._rank), shards.runs, shards.nbytes)
+                self._published[shards] = published = _on_all_ranks(_alike(shards, offset), self._arena)
+                updates += pitched_copies(published[self._rank], shards.runs, shards.nbytes)
                 offset += size
         self._updates = Copies(updates)
 
@@ -322,7 +314,7 @@ class CopyEngineTransport(Transport):
         for buffer in (*self._adopted, *self._quantized):
             if _holds(buffer, shards):
                 start = buffer.local.data_ptr()
-                return _Published(buffer.addresses, tuple(run.at(-start) for run in shards.runs))
+                return _on_all_ranks([run.at(-start) for run in shards.runs], buffer)
         return None
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
@@ -345,15 +337,16 @@ class CopyEngineTransport(Transport):
         copies = outputs.plans.get(id(shards))
         if not isinstance(copies, _Gather) or copies.published is not published:
             copies = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
-        calling, local = current_stream(self._device), self._local
-        # Recorded again by the next gather, after this wait, which is for what was recorded now.
-        self._local_begin.record(calling)
-        self._local_begin.wait(local)
+        calling, beside = current_stream(self._device), self.beside
+        if self._publication is not None:
+            self._publication.wait(beside)
+            self._publication = None
         self._driver.copy(copies.from_peers, calling.cuda_stream)
-        self._driver.copy(copies.own, local.cuda_stream)
-        (end,) = copies.started.beside
-        end.record(local)
-        self._gathered, self._local_end = True, end
+        self._driver.copy(copies.own, beside.cuda_stream)
+        end, self._own_end = copies.started.ends
+        end.record(calling)
+        self._own_end.record(beside)
+        self._gathered = True
         return copies.started
 
     def stage(self, outputs: Stack) -> Stack:
@@ -363,13 +356,14 @@ class CopyEngineTransport(Transport):
         self._signals.receive(_Channel.STAGE_FREE + number, self._stream())
         if number in self._own_read:
             self._own_read[number].wait(current_stream(self._device))
-        notes: dict[int, _Staged] = outputs.derived(self, "staged", dict)
-        if number not in notes or notes[number].buffer is not buffer:
+
+        def staged() -> _Staged:
             numel = outputs.numel // self._size
             shards = Stack.within(buffer.view(place, numel * len(outputs), outputs.dtype), len(outputs), (numel,))
-            published = _Published(buffer.addresses, _alike(shards, place))
-            notes[number] = _Staged(buffer, number, shards, self._plan(published, outputs, chunk))
-        self._staged = notes[number]
+            published = _on_all_ranks(_alike(shards, place), buffer)
+            return _Staged(number, shards, self._plan(published, outputs, chunk))
+
+        self._staged = outputs.derived(buffer, number, staged)
         return self._staged.shards
 
     def _gather_staged(self, staged: _Staged, label: str) -> InFlight:
@@ -381,23 +375,23 @@ class CopyEngineTransport(Transport):
         begin, from_peers, own = Event(), Event(), Event()
         begin.record(calling)
         # See [Note: own chunk].
-        begin.wait(self._local)
-        self._driver.copy(staged.copies.own, self._local.cuda_stream)
-        own.record(self._local)
+        begin.wait(self.beside)
+        self._driver.copy(staged.copies.own, self.beside.cuda_stream)
+        own.record(self.beside)
         begin.wait(copying)
         self._signals.receive(_Channel.STAGED + staged.number, handle, purpose)
         self._driver.copy(staged.copies.from_peers, handle)
         self._signals.send(_Channel.STAGE_FREE + staged.number, handle)
         from_peers.record(copying)
         self._own_read[staged.number] = own
-        return _AmongPeers(self, label, from_peers, own)
+        return InFlight(from_peers, own, among_peers=True)
 
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
         def copies(rank: int) -> list[PitchedCopy]:
-            return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk)
+            return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published[rank], chunk)
 
         from_peers = [copy for peer in self._peers for copy in copies(peer)]
-        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), InFlight(Event()))
+        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), InFlight(Event(), Event()))
 
     # Reducing ------------------------------------------------------------------------------------------------
 
@@ -412,7 +406,8 @@ class CopyEngineTransport(Transport):
             known = self._sums[label, number] = _Sum(conditions, Copies(sends), self._flags(number, _purpose(label)))
         stream, driver = self._stream(), self._driver
         wait_for_place, exchange, free_place = known.flags
-        driver.enqueue(wait_for_place, stream)
+        if self.captured:
+            driver.enqueue(wait_for_place, stream)
         driver.copy(known.sends, stream, wgrads.address)
         driver.enqueue(exchange, stream)
         for launch in known.launches:
@@ -420,11 +415,15 @@ class CopyEngineTransport(Transport):
         if not known.launches:
             parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
             known.launches = accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
-        driver.enqueue(free_place, stream)
-        return _AmongPeers(self, label)
+        if self.captured:
+            driver.enqueue(free_place, stream)
+        return InFlight(among_peers=True)
 
     def _flags(self, number: int, purpose: int) -> tuple[MemoryOperations, MemoryOperations, MemoryOperations]:
-        """What waits for a place of the ring, exchanges the flags of ``purpose`` there, and frees the place."""
+        """What waits for a place of the ring, exchanges the flags of ``purpose`` there, and frees the place.
+
+        Without graphs, the second is enough; see [Note: receive ring].
+        """
         operations = self._signals.operations
         return (
             operations(_Channel.PLACE_FREE + number, RAISED, False, True),
@@ -453,9 +452,10 @@ class CopyEngineTransport(Transport):
         """See :class:`etp.collectives.base.Transport`. Ranks that differ wait until their timeout."""
         _, _, number = self._place_for(self._ring, 0)
         stream = self._stream()
-        for flags in self._flags(number, _purpose("\n".join((label, *members)))):
-            self._driver.enqueue(flags, stream)
-        return _AmongPeers(self, label)
+        flags = self._flags(number, _purpose("\n".join((label, *members))))
+        for operations in flags if self.captured else flags[1:2]:
+            self._driver.enqueue(operations, stream)
+        return InFlight(among_peers=True)
 
     def _place_for(self, ring: _Ring, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
         """The next place of a ring: its memory (enlarged if needed), the place's offset in bytes, its number."""
@@ -478,28 +478,18 @@ class CopyEngineTransport(Transport):
         # A group of one rank sends nothing, but symmetric memory cannot be empty.
         return SymmetricBuffer(self._group, max(nbytes, _ALIGNMENT), self._device)
 
-    def watch_replays(self) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        if self.captured:
-            self.watch("the replay of a CUDA graph")
-
     def _stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self._device.index)
-
-    def watch(self, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`."""
-        self._watchdog.expect_stream(self._device, label)
-
-    def expect(self, end: Any, label: str) -> None:
-        """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
-        # Nothing runs while a graph is captured; watch_replays covers replays.
-        if not self.capturing:
-            self._watchdog.expect(end, label)
 
 
 def _purpose(label: str) -> int:
     """A 32-bit number that identifies a collective; never 0."""
     return zlib.crc32(label.encode()) or 1
+
+
+def _on_all_ranks(offsets: Sequence[Run], buffer: SymmetricBuffer) -> _Published:
+    """What lies at these offsets in each rank's memory."""
+    return [[run.at(base) for run in offsets] for base in buffer.addresses]
 
 
 def _alike(shards: Stack, offset: int) -> tuple[Run, ...]:

@@ -112,7 +112,7 @@ class HierarchicalTransport(C10dTransport):
         staged = self._within.stage(blocks)
         # NCCL and the copies are ordered by the calling stream: join() waits for gloo only.
         self._between.all_gather(self._columns(staged, shards), shards, f"{label} between hosts").join()
-        return _SecondStep(self, self._within.all_gather(blocks, staged, f"{label} within the host"), label)
+        return self._within.all_gather(blocks, staged, f"{label} within the host")
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
@@ -123,10 +123,14 @@ class HierarchicalTransport(C10dTransport):
         blocks = self._by_host(wgrads)
         sums = self._sums(wgrads, sinks)
         self._within.reduce_scatter(blocks, sums, 1, f"{label} within the host", accumulate=False).join()
-        second = self._between.reduce_scatter(
-            self._columns(sums, sinks), sinks, divisor, f"{label} between hosts", accumulate=accumulate
-        )
-        return _SecondStep(self, second, label)
+        columns = self._columns(sums, sinks)
+        return self._between.reduce_scatter(columns, sinks, divisor, f"{label} between hosts", accumulate=accumulate)
+
+    def expect(self, end: Any, label: str) -> None:
+        """See :class:`etp.collectives.base.Transport`. What moves shards within a host has a timeout of its own."""
+        super().expect(end, label)
+        if not self.capturing:
+            self._within.expect(end, label)
 
     def nbytes(self) -> dict[str, int]:
         """See :class:`etp.collectives.base.Transport`."""
@@ -148,20 +152,3 @@ class HierarchicalTransport(C10dTransport):
         dtype = torch.promote_types(wgrads.dtype, torch.float32) if self._fp32_accumulation else wgrads.dtype
         count = len(sinks) * self._hosts
         return wgrads.derived(self, "sums", lambda: Stack.allocate(count, (sinks.numel,), dtype, wgrads.device))
-
-
-class _SecondStep(InFlight):
-    """The second step of a collective in flight, after the first one."""
-
-    def __init__(self, transport: HierarchicalTransport, step: InFlight, label: str) -> None:
-        super().__init__(*step.beside)
-        self._transport, self._step, self._label = transport, step, label
-
-    def join(self) -> None:
-        """See :class:`etp.streams.InFlight`."""
-        self._step.join()
-
-    def expect(self, end: Any) -> None:
-        """See :class:`etp.streams.InFlight`."""
-        self._transport.expect(end, self._label)
-        self._step.expect(end)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice, zip_longest
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, free_bytes, gather_numbers
 from etp.errors import PeerMismatchError
 
@@ -62,15 +63,19 @@ class CollectiveOrder:
         group: the ranks that compare their orders.
         device: where the group's backend needs its tensors.
         timeout_s: seconds to wait for peers; None uses the process group's timeout.
+        watchdog: watches on a GPU that their answers arrive in time; None: something else does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float | None, watchdog: Watchdog | None = None
+    ) -> None:
         self.recording = True
         """Whether collectives are recorded: not while a CUDA graph is captured."""
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._device = device
         self._timeout_s = timeout_s
+        self._watchdog = watchdog
         self._line = WorkLine()
         self.names: deque[str] = deque(maxlen=_MOST_COLLECTIVES)
         """The collectives since the last exchange, see :meth:`record`; as many on all ranks that run the same ones."""
@@ -86,12 +91,11 @@ class CollectiveOrder:
         if self.recording:
             self.names.append(name)
 
-    def exchange(self, whose: str = "", watch: Callable[[str], None] | None = None) -> None:
+    def exchange(self, whose: str = "") -> None:
         """Exchange the digest of what was recorded, on the calling stream, and begin a new one. Collective.
 
         Args:
             whose: tells these collectives from others of the same names, such as those of another model.
-            watch: called with the exchange's name when it is under way; see :meth:`etp.collectives.base.Transport`.
         """
         if whose:
             self.names.append(f"end of a pass of {whose}")
@@ -106,12 +110,12 @@ class CollectiveOrder:
         if on_gpu:
             arrived = torch.cuda.Event()
             arrived.record()
+            if self._watchdog is not None:
+                self._watchdog.expect(arrived, ORDER_LABEL)
         else:
             free_bytes(own)
             free_bytes(everyone)
         latest = tuple(islice(self.names, max(count - _MOST_NAMES, 0), None))
-        if watch is not None:
-            watch(ORDER_LABEL)
         self._answer = _Answer(words, arrived, latest, count)
         self.names.clear()
 

@@ -29,11 +29,19 @@ class Watchdog:
         timeout_s: seconds from enqueueing the work until it must be done.
         who: names rank and peers in the message.
         prepare_thread: called once by the watching thread, before it queries events.
+        device: where the streams of :meth:`expect_stream` are; None: the current CUDA device.
     """
 
-    def __init__(self, timeout_s: float, who: str, prepare_thread: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        who: str,
+        prepare_thread: Callable[[], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
         self._who = who
+        self._device = device
         self._expected: deque[tuple[Any, str, float]] = deque()
         self._lock = threading.Lock()
         arguments = (weakref.ref(self), prepare_thread)
@@ -47,12 +55,12 @@ class Watchdog:
                 self._expected.pop()
             self._expected.append((event, what, time.monotonic()))
 
-    def expect_stream(self, device: torch.device, what: str) -> None:
+    def expect_stream(self, what: str) -> None:
         """Watch all work enqueued so far on the current stream; does nothing inside a capture, where nothing runs."""
         if torch.cuda.is_current_stream_capturing():
             return
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event.record(torch.cuda.current_stream(self._device))
         self.expect(event, what)
 
     def overdue(self) -> str | None:

@@ -66,7 +66,7 @@ def transports_agree(rank: int, world_size: int, dtype: torch.dtype, sink_dtype:
             ours, theirs = (Stack.allocate(len(full), full[0], dtype, device()) for _ in "ab")
             for output in (*ours, *theirs):
                 output.fill_(float("nan"))
-            engine.all_gather(ours, shards, "gather").join()
+            Lane(device()).start(partial(engine.all_gather, ours, shards, "gather"), beside=engine.beside).wait()
             c10d.all_gather(theirs, shards, "gather").join()
             wgrads = Stack([torch.randn(f, device=device(), generator=generator).to(dtype) for f in full])
             start = [torch.randn(s.shape, device=device(), generator=generator).to(sink_dtype) for s in shards]
@@ -111,12 +111,13 @@ def reductions_of_different_weights(rank: int, world_size: int, folder: str) -> 
     group = dist.group.WORLD
     assert group is not None
     engine = CopyEngineTransport(group, device(), timeout_s=3.0)
-    lane = Lane(device())
+    lane = Lane(device(), engine.expect)
     for step, name in enumerate(("w", "v", f"only_on_{rank}")):
         wgrad = torch.full((4 * world_size, 8), step + 1.0, device=device())
         sink = torch.zeros(4, 8, device=device())
         label = f"reduce-scatter of {name}'s gradient"
-        lane.start(partial(engine.reduce_scatter, Stack([wgrad]), Stack([sink]), 1, label, accumulate=True)).wait()
+        reduce = partial(engine.reduce_scatter, Stack([wgrad]), Stack([sink]), 1, label, accumulate=True)
+        lane.start(reduce, label=label).wait()
         if step < 2:
             torch.cuda.synchronize()
             assert bool((sink == world_size * (step + 1.0)).all())

@@ -59,15 +59,12 @@ def train_once(model: nn.Module, rank: int, step: int = 0) -> None:
 
 class _Recorded(InFlight):
     def __init__(self, inner: InFlight, log: list[str], event: str) -> None:
-        super().__init__(*inner.beside)
+        super().__init__(*inner.ends, among_peers=inner.among_peers)
         self._inner, self._log, self._event = inner, log, event
 
     def join(self) -> None:
         self._inner.join()
         self._log.append(self._event)
-
-    def expect(self, end: Any) -> None:
-        self._inner.expect(end)
 
 
 def record(transport: Transport, log: list[str]) -> Transport:

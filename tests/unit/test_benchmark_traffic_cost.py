@@ -23,7 +23,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def gather(made: Any) -> str:
         CudaDriver.copy(driver, Copies([]), LANE)
-        CudaDriver.copy(driver, Copies([]), made._local.cuda_stream)
+        CudaDriver.copy(driver, Copies([]), made.beside.cuda_stream)
         return "gathered"
 
     def reduce(made: Any) -> str:
@@ -40,7 +40,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def move() -> tuple[object, object]:
-    transport: Any = SimpleNamespace(_local=SimpleNamespace(cuda_stream=OWN))
+    transport: Any = SimpleNamespace(beside=SimpleNamespace(cuda_stream=OWN))
     calls: Any = copy_engine.CopyEngineTransport
     return calls.all_gather(transport), calls.reduce_scatter(transport)
 

@@ -58,15 +58,18 @@ class Rank:
 
 @dataclass
 class Machine:
-    """Ranks whose memories are one dictionary of words."""
+    """Ranks whose flags are one dictionary of words, and whose other memory is another."""
 
     ranks: list[Rank]
     current: int = 0
     words: dict[int, int] = field(default_factory=dict)
+    memory: dict[int, int] = field(default_factory=dict)
     happened: set[int] = field(default_factory=set)
     """Numbers of the events that have."""
     gather: int = 0
     """Which one is being enqueued."""
+    number: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """What the copies of each rank write, other than those of gathers, and what its sums read."""
     read: int = 0
     """How often staged shards were read."""
 
@@ -86,11 +89,14 @@ class Machine:
             self.happened.add(operation.event)
         for address in operation.addresses:
             if operation.kind == "await slot":
-                assert self.words.get(address, 0) >= operation.value, "a slot is written before it is free"
+                assert self.memory.get(address, 0) >= operation.value, "a slot is written before it is free"
                 continue
             if operation.kind == "read":
-                assert self.words[address] == operation.value, f"{address:#x} is read too early or too late"
+                assert self.memory[address] == operation.value, f"{address:#x} is read too early or too late"
                 self.read += 1
+                continue
+            if operation.kind == "write":
+                self.memory[address] = operation.value
                 continue
             if operation.kind == "raise":
                 assert self.words.get(address, 0) == 0, f"the flag at {address:#x} is raised twice"
@@ -112,7 +118,7 @@ class _Driver:
         program = self._machine.me().programs[stream]
         for copy in copies:
             if not self._machine.gather:
-                program.append(Operation("other"))
+                program.append(Operation("write", (copy.destination,), self._machine.number[self._machine.current]))
                 continue
             # A copy takes a while: what it reads must not change before its end.
             reading = Operation("read", (origin + copy.source,), self._machine.gather)
@@ -143,15 +149,31 @@ class _Buffer:
         self.local = SimpleNamespace(data_ptr=lambda: self.addresses[rank.number])
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Any:
-        if dtype != torch.int32:
-            return torch.empty(numel, dtype=dtype)  # what gets there is in the machine's words
         first = self.addresses[self._machine.current] + offset
+        if dtype != torch.int32:
+            memory: Any = torch.empty(numel, dtype=dtype)  # what gets there is in the machine's words
+            memory.address = first
+            return memory
 
         def fill(value: int) -> None:
             for index in range(numel):
                 self._machine.words[first + index * dtype.itemsize] = value
 
         return SimpleNamespace(fill_=fill)
+
+
+def _summing(machine: Machine) -> Callable[..., tuple[()]]:
+    """In the place of ``accumulate_parts``: a sum takes a while, and each part must be there until its end."""
+
+    def accumulate_parts(parts: Any, sinks: Stack, *_: object, **__: object) -> tuple[()]:
+        rank = machine.current
+        row = len(sinks) * sinks.nbytes
+        rows = tuple(parts.address + place * row for place in range(len(machine.ranks) - 1))
+        reading = Operation("read", rows, machine.number[rank])
+        machine.me().program.extend([reading, reading])
+        return ()
+
+    return accumulate_parts
 
 
 def _always(value: object) -> Callable[..., Any]:
@@ -202,7 +224,7 @@ def machine_of(size: int, *, apart: bool = False) -> Iterator[tuple[Machine, lis
         patch.setattr(dist, "get_world_size", _always(size))
         patch.setattr(dist, "get_process_group_ranks", _always(list(range(size))))
         patch.setattr(copy_engine, "Copies", tuple)
-        patch.setattr(copy_engine, "accumulate_parts", _always(()))
+        patch.setattr(copy_engine, "accumulate_parts", _summing(machine))
         patch.setattr(copy_engine, "Watchdog", _always(SimpleNamespace(expect_stream=_always(None))))
         patch.setattr(copy_engine, "current_stream", _always(streams.calling))
         patch.setattr(torch.cuda, "Stream", streams.make)
@@ -219,6 +241,8 @@ def machine_of(size: int, *, apart: bool = False) -> Iterator[tuple[Machine, lis
 
 def _act(transport: CopyEngineTransport, action: str, size: int) -> None:
     shard, weight = Stack([torch.zeros(2, 4)]), Stack([torch.zeros(2 * size, 4)])
+    machine: Any = vars(transport._driver)["_machine"]
+    machine.number[machine.current] += 1
     if action == "step":
         transport.publish([shard])
         transport.all_gather(weight, shard, "gather")
@@ -383,6 +407,43 @@ def test_a_recorded_sequence_replays_between_others(
         machine.run(random.Random(seed))  # noqa: S311
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    size=st.integers(2, 3),
+    before=st.integers(0, 3),
+    captured=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    order=st.lists(st.sampled_from([0, 1, 2, 3]), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_no_gradient_is_written_over_another_that_is_being_summed(
+    size: int, before: int, captured: tuple[int, int], order: list[int], seed: int
+) -> None:
+    """Reductions before two captures, their replays in any ``order``, and 2 or 3 reductions outside between these."""
+    with machine_of(size) as (machine, transports):
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            program = machine.me().program
+
+            def reduce(count: int, transport: CopyEngineTransport = transport) -> None:
+                for _ in range(count):
+                    _act(transport, "reduce", size)
+
+            reduce(before)
+            recordings = []
+            for count in captured:
+                begin = len(program)
+                transport.change_mode(capturing=True)
+                reduce(count)
+                transport.change_mode(capturing=False)
+                recordings.append([program.pop() for _ in range(len(program) - begin)][::-1])
+            for what in order:
+                if what < len(recordings):
+                    program.extend(recordings[what])
+                else:
+                    reduce(what)
+        machine.run(random.Random(seed))  # noqa: S311
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     size=st.integers(2, 4),
@@ -395,7 +456,6 @@ def test_staged_shards_are_read_after_they_have_come_and_before_the_next_ones_do
 ) -> None:
     with machine_of(size, apart=apart) as (machine, transports):
         before = dict(machine.words)
-        memory = []
         for rank, transport in enumerate(transports):
             machine.current = rank
             weight = Stack([torch.zeros(2 * size, 4)])
@@ -412,11 +472,33 @@ def test_staged_shards_are_read_after_they_have_come_and_before_the_next_ones_do
                 machine.me().program.append(Operation("write", (own.source,), number))
                 transport.all_gather(weight, shards, f"gather {number}")
                 machine.gather = 0
-                memory += [own.source, _SLOT + rank]
         machine.run(random.Random(seed))  # noqa: S311
-        raised = {address for address, value in machine.words.items() if value and address not in memory}
+        raised = {address for address, value in machine.words.items() if value}
         assert raised == {address for address, value in before.items() if value}
-        assert machine.read == 2 * size**2 * actions.count("staged")
+        reduced = 2 * size * (size - 1) * actions.count("reduce")
+        assert machine.read == 2 * size**2 * actions.count("staged") + reduced
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(2, 4), gathers=st.lists(st.integers(0, 2), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1)
+)
+def test_gathers_read_what_was_published_last(size: int, gathers: list[int], seed: int) -> None:
+    """The own chunk too, which is copied on a stream of its own; ``gathers``: how many follow each publication."""
+    with machine_of(size, apart=True) as (machine, transports):
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            shard, weight = Stack([torch.zeros(2, 4)]), Stack([torch.zeros(2 * size, 4)])
+            for number, count in enumerate(gathers, 1):
+                machine.me().program.append(Operation("write", (_SLOT + rank,), number))
+                machine.number[rank] = number
+                transport.publish([shard])
+                machine.gather = number
+                for _ in range(count):
+                    transport.all_gather(weight, shard, "gather")
+                machine.gather = 0
+        machine.run(random.Random(seed))  # noqa: S311
+        assert machine.read == 2 * size**2 * sum(gathers)
 
 
 def test_ranks_that_gather_different_staged_shards_wait_for_each_other() -> None:

@@ -127,17 +127,17 @@ class Copies(Transport):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._beside = Stream()
+        self.beside = Stream()
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
-        calling, end = self._device.current_stream(), Event()
-        self._beside.wait_stream(calling)
+        streams, ends = [self._device.current_stream(), self.beside], [Event(), Event()]
         for output, shard in zip(outputs, shards, strict=True):
             output.copy_(shard)
-            self._device.writes(output, [calling, self._beside], label)
+            self._device.writes(output, streams, label)
             self._device.gathers += 1
-        end.record(self._beside)
-        return InFlight(end)
+        for end, stream in zip(ends, streams, strict=True):
+            end.record(stream)
+        return InFlight(*ends)
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         del divisor
@@ -161,8 +161,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     machine = Device()
     made, take, lease = Lane.__init__, WeightGroup.take, Reductions.buffer
 
-    def with_stream(self: Lane, device: torch.device) -> None:
-        made(self, device)
+    def with_stream(self: Lane, *arguments: Any) -> None:
+        made(self, *arguments)
         self._device_module, self._new_event, self._stream = machine, Event, Stream()
 
     def read(self: WeightGroup, lane: Lane, *, transposed: bool = False) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.shard import Shard
 from etp.stack import Stack
-from etp.streams import InFlight, Lane, Ready
+from etp.streams import InFlight
 from tests.support.fake_group import fake_group
 from tests.unit.test_group import shard_named
 
@@ -227,14 +227,14 @@ def pending(
             raise KeyError("a hook")
 
     wgrads = pool.lease(2, (8, 3), F32, CPU)
-    return PendingReduction(group, Ready(Event(log, lost=lost), (), Lane(CPU)), wgrads, pool, publish)
+    block = pool.kind_of(wgrads[0])
+    return PendingReduction(group, Event(log, lost=lost), wgrads, 192, pool, block, None, publish)
 
 
 def test_a_finished_reduction_publishes_after_the_wait_and_frees_its_own_buffers(world: dist.ProcessGroup) -> None:
     pool = WgradPool()
     log: list[str] = []
     reduction = pending(world, pool, log)
-    assert reduction.nbytes == 2 * 8 * 3 * 4
     assert reduction.block == (48, F32, CPU, None)
     reduction.finish()
     assert log == ["joined", "published, group.reducing=True"]

@@ -33,7 +33,7 @@ def test_full_weights_need_no_transport(world: dist.ProcessGroup) -> None:
 class Made:
     """A transport, or the lane of one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *_: object) -> None:
         self.device = device
         self.modes: list[bool] = []
 
@@ -42,6 +42,9 @@ class Made:
 
     def watch_replays(self) -> None:
         """Nothing is replayed."""
+
+    def expect(self, end: object, label: str) -> None:
+        """Nothing is waited for."""
 
 
 def test_a_transport_serves_one_kind_of_device(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +71,7 @@ def test_a_transport_serves_one_kind_of_device(world: dist.ProcessGroup, monkeyp
 
 def test_a_transport_that_was_put_there_is_used(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "select_transport", None)
-    found, given = routes.Routes(etp.EtpConfig()), cast("Any", object())
+    found, given = routes.Routes(etp.EtpConfig()), cast("Any", Made(torch.device("cpu")))
     found.transports[world] = given
     for name in ("a", "b"):
         assert found.of(WeightGroup([shard_named(name)], world)).transport is given

@@ -49,15 +49,48 @@ class Devices:
 def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     devices = Devices()
     monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
-    lane, beside = Lane(device), Event()
-    ready = lane.start(lambda: InFlight(beside))
-    ready.wait()
-    end, *others = devices.streams[device].waited
+    lane, beside = Lane(device), Stream(device)
+    ready = lane.start(InFlight, beside=beside)
+    (begin,) = lane._stream.waited
+    assert begin.stream is devices.streams[device]
+    assert beside.waited == [begin]
+    assert ready.wait() is devices.streams[device]
+    (end,) = devices.streams[device].waited
     assert end.stream is lane._stream
-    assert others == [beside]
     ready.wait()
-    assert devices.streams[device].waited == [end, beside], "the second time it is ordered already"
-    ((stream, event),) = ready.mark().items()
-    assert stream is event.stream is devices.streams[device]
+    assert devices.streams[device].waited == [end], "the second time it is ordered already"
     other = OTHER if device == CURRENT else CURRENT
     assert devices.streams[other].waited == []
+
+
+def test_a_reader_waits_for_the_ends_that_work_has_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+    lane, beside, ends, reader = Lane(CURRENT), Stream(CURRENT), [Event(), Event()], Event()
+    lane.start(InFlight)
+    ready = lane.start(lambda: InFlight(*ends), waits=[reader], beside=beside)
+    assert lane._stream.waited[1:] == beside.waited == [reader]
+    ready.wait()
+    assert devices.streams[CURRENT].waited == ends
+
+
+def test_the_first_end_of_what_waits_for_peers_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Devices())
+    watched: list[tuple[Any, str]] = []
+    lane, end = Lane(CURRENT, lambda *what: watched.append(what)), Event()
+    lane.start(lambda: InFlight(end), label="a copy")
+    lane.start(lambda: InFlight(end, Event(), among_peers=True), label="gather")
+    lane.start(lambda: InFlight(among_peers=True), label="reduction")
+    assert [label for _, label in watched] == ["gather", "reduction"]
+    assert watched[0][0] is end
+    assert watched[1][0].stream is lane._stream
+
+
+def test_a_mark_is_recorded_again_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+    lane, side = Lane(CURRENT), Stream(CURRENT)
+    mark = lane.mark(side)
+    assert mark.stream is side
+    assert lane.mark(event=mark) is mark
+    assert mark.stream is devices.streams[CURRENT]

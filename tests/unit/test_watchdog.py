@@ -60,7 +60,7 @@ def test_replays_are_watched_where_nobody_has_set_a_time_out(
     monkeypatch.setattr(c10d, "sibling_group", lambda group, *_: group)
     monkeypatch.setattr(CudaDriver, "__init__", lambda _: None)
     monkeypatch.setattr(CudaDriver, "allow_calls_during_capture", lambda _: None)
-    monkeypatch.setattr(Watchdog, "expect_stream", lambda self, _, what: watched.append((self.timeout_s, what)))
+    monkeypatch.setattr(Watchdog, "expect_stream", lambda self, what: watched.append((self.timeout_s, what)))
     backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=77)))
     monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: backend)
     try:
