@@ -6,7 +6,6 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.dtypes import itemsize
@@ -17,28 +16,16 @@ from megatron_patches.refit.simulation.oracle import COPIES_OF_DESTINATIONS
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Some layers of a model, on both sides.
-
-    Attributes:
-        cluster: both sides with only these layers.
-        layers: number of layers.
-        of: number of layers of the model.
-    """
-
-    cluster: Cluster
-    layers: int
-    of: int
-
-
-def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
+def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> tuple[Cluster, int, int]:
     """Chooses as many layers as fit, and the tensors outside layers.
 
     Args:
         cluster: both sides.
         most_bytes: memory that :func:`megatron_patches.refit.simulation.oracle.verify_in_memory` may use.
         seed: seed of the random choice.
+
+    Returns:
+        Both sides with only these layers; the number of these layers, and of all layers.
 
     Raises:
         RefitError: if not one layer fits.
@@ -61,7 +48,7 @@ def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
             f"{most_bytes / 1e6:.3g} MB; allow more, or use the command plan"
         )
     names = {name for group in chosen for name in groups[group]}
-    return Sample(cluster=_only(cluster, names), layers=count, of=len(layers))
+    return _only(cluster, names), count, len(layers)
 
 
 def _group(name: str) -> str:
