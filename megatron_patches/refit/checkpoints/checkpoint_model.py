@@ -12,8 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks
-from megatron_patches.refit.checkpoints.checkpoint_refusals import refuse_unbuildable
+from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks, refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.checkpoints.megatron_checkpoint import (
     find_iteration,

@@ -18,8 +18,15 @@ from megatron_patches.refit.planning.local import SourceIndex, even_shares
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.cluster import Sides
-from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in, without_others
-from megatron_patches.refit.simulation.workers import WorkerCost, run_destination, run_source
+from megatron_patches.refit.simulation.fleet import (
+    Fleet,
+    WorkerCost,
+    asked_bytes,
+    holders_in,
+    run_destination,
+    run_source,
+    without_others,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

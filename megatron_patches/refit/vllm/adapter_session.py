@@ -1,4 +1,4 @@
-"""An engine worker's part in a session about a LoRA adapter: receives versions, and writes or drops them.
+"""An engine worker's part in sessions about LoRA adapters: receives versions, and writes or drops them.
 
 Nothing that serves changes, so the engine answers requests all the while. A version that all workers of the engine have
 written is added by vLLM itself, when the trainer asks for it; see [Note: adapter versions].
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from megatron_patches.refit.errors import LostWeightsError, RefitError, StaleVer
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
@@ -171,3 +172,68 @@ class AdapterSession:
                 raise TransferError(str(error)) from error
             raise
         self._latest = version
+
+
+logger = logging.getLogger(__name__)
+
+
+class Adapters:
+    """The adapters of one worker. See [Note: calls]; ``record`` does nothing, because a model's loader takes no part.
+
+    Args:
+        serving: the model that serves.
+    """
+
+    def __init__(self, serving: ServingModel) -> None:
+        self._serving = serving
+        self._sessions: dict[str, tuple[str, AdapterSession]] = {}  # with their tokens, by adapter
+        self._files = AdapterFiles()
+
+    def carry_out(self, call: RefitCall) -> None:
+        """Carries out one call.
+
+        Raises:
+            RefitError: if it fails, or is of a session that has ended.
+            ValueError: if it is unknown.
+        """
+        calls: dict[str, Callable[[RefitCall, AdapterSession], None]] = {
+            "record": lambda *_: None,
+            "receive": lambda call, session: session.receive(call),
+            "commit": self._commit,
+            "abandon": lambda _, session: session.abandon(),
+            "keep": lambda call, _: self._files.keep(call.adapter, call.versions),
+        }
+        if call.call == "join":
+            self._join(call)
+        elif call.call in calls:
+            token, session = self._sessions.get(call.adapter, ("", None))
+            if session is None or token != call.token:
+                if call.call == "commit":  # other workers may vote on it
+                    AllOrNone(call.version, -1, VOTE_S).decline()
+                raise TransferError(
+                    f"asked to {call.call} for the adapter {call.adapter} by another session than the one that this "
+                    "engine has joined since; let one trainer at a time push an adapter"
+                )
+            calls[call.call](call, session)
+        else:
+            raise ValueError(f"call is {call.call!r}; about an adapter it must be join or one of {', '.join(calls)}")
+
+    def close(self) -> None:
+        """Leaves all sessions, and removes the files."""
+        for _, session in self._sessions.values():
+            session.end()
+        self._sessions.clear()
+        self._files.close()
+
+    def _join(self, call: RefitCall) -> None:
+        _, earlier = self._sessions.pop(call.adapter, ("", None))
+        if earlier is not None:
+            earlier.end()
+        who = f"the trainer of adapter {call.adapter} at {call.host}:{call.port}"
+        session = AdapterSession(call, self._serving, self._files, StateLog(who, self._serving.level))
+        self._sessions[call.adapter] = call.token, session
+        logger.log(self._serving.level, "refit: %s pushes into this engine from now on", who)
+
+    def _commit(self, call: RefitCall, session: AdapterSession) -> None:
+        session.commit(call.version)
+        logger.log(self._serving.level, "refit: version %d of adapter %s is written", call.version, call.adapter)

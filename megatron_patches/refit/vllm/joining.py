@@ -14,10 +14,10 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.frames import Patience
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import (
     check_all_loaded,

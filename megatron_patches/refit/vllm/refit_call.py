@@ -13,9 +13,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from megatron_patches.refit.control.adapter_names import ADAPTER_NAME
 from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S, Invitation
 from megatron_patches.refit.memory.delta import PayloadKind
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
 from megatron_patches.refit.transports.base import AUTO, named_transport
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.engine_settings import settings_of
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
@@ -38,7 +37,7 @@ class RefitCall(WeightTransferInitInfo):
         staging_bytes: as ``host``: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         lease_s: as ``host``: seconds without a message of the trainer after which the worker gives up its step.
         memory: as ``host``: where versions are received; see
-            :class:`megatron_patches.refit.transports.memory_mode.MemoryMode`.
+            :class:`megatron_patches.refit.parties.terms.MemoryMode`.
         payload: for join: what versions travel as; see :class:`megatron_patches.refit.memory.delta.PayloadKind`.
         key: for relay and meet: secret of the meeting of the engine that takes a version with those that serve it; for
             receive: that secret if the version comes from other engines, otherwise empty.

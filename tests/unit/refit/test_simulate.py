@@ -20,10 +20,9 @@ from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.cluster import Hosts, Sides, engine_mesh, trainer_mesh
-from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in
+from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in, run_destination, run_source
 from megatron_patches.refit.simulation.models import MODELS
 from megatron_patches.refit.simulation.simulate import Simulation, simulate
-from megatron_patches.refit.simulation.workers import run_destination, run_source
 from megatron_patches.refit.transports.base import Offer
 from tests.unit.refit.test_plan_command import CONFIG
 
