@@ -23,13 +23,13 @@ from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
-from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
+from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, tensors_of_peft
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.received import ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.same_model import check_same_model
-from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
+from megatron_patches.refit.vllm.version_memory import VersionMemory
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel
 
 logger = logging.getLogger(__name__)
@@ -138,12 +138,11 @@ class AdapterSession:
         return Manifest.of_whole(serving.worker, socket.gethostname(), model.tensors)
 
     def _take(self, call: RefitCall) -> None:
-        made: list[Arriving] = []
         try:
-            self._party.receive(call.version, call.step, call.linked, lambda: self._make(call, made))
-            tensors = {name: flat.view(self._shapes[name]) for name, flat in made[0].tensors.items()}
+            made = self._party.receive(call.version, call.step, call.linked, lambda: self._make(call))
+            tensors = {name: torch.as_tensor(flat).view(self._shapes[name]) for name, flat in made.items()}
             staged = StagedAdapter(
-                self._files, self._folder, call.adapter, call.version, factors_of(tensors), self._dtype
+                self._files, self._folder, call.adapter, call.version, tensors_of_peft(tensors, self._dtype)
             )
             staged.write()
             self._received.put(call.version, staged)
@@ -151,15 +150,15 @@ class AdapterSession:
             self._received.lose(call.version, error)
             raise
 
-    def _make(self, call: RefitCall, made: list[Arriving]) -> Memory:
+    def _make(self, call: RefitCall) -> Memory:
         if call.version <= self._latest:
             raise StaleVersionError(f"asked to receive version {call.version} after version {self._latest}")
         self._files.check_new(call.adapter, call.version)
         if self._memory is None:
             raise RefitError("this worker has not joined the session")
-        made.append(self._memory.make(self._call.timeout_s))
-        self._party.beside_bytes = made[0].beside_bytes
-        return made[0].tensors
+        made = self._memory.make(self._call.timeout_s)
+        self._party.beside_bytes = self._memory.beside_bytes
+        return made
 
     def _place(self, version: int) -> None:
         workers = AllOrNone(version, self._latest, self._call.timeout_s + VOTE_S)

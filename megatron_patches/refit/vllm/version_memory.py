@@ -7,30 +7,17 @@ are their own base. Of the others (converted, processed, or sharing memory), a c
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
 import torch
 from vllm.device_allocator.cumem import CuMemAllocator
 
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.delta import Base, PayloadKind
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.vllm.in_place import InPlace, serving_storages
 from megatron_patches.refit.vllm.layers import Layers
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Arriving:
-    """Memory of one version.
-
-    Attributes:
-        tensors: flat tensors in the arriving dtypes, by storage.
-        beside_bytes: size of the memory that was allocated beside the serving weights.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    beside_bytes: int = 0
 
 
 class VersionMemory:
@@ -44,6 +31,9 @@ class VersionMemory:
         in_place: serving memory in which versions are received; None to allocate all memory.
         layers: the model's layers; None if nothing serves as it arrives.
         payload: what versions travel as.
+
+    Attributes:
+        beside_bytes: size of the memory that was last allocated beside the serving weights.
     """
 
     def __init__(
@@ -56,16 +46,20 @@ class VersionMemory:
     ) -> None:
         self._storages, self._device, self._in_place, self._layers = manifest.storages, device, in_place, layers
         self._keeps_base = payload is PayloadKind.DELTA
+        self.beside_bytes = 0
         self._version = -1  # number of the base; -1 for none
         self._copies: dict[str, torch.Tensor] = {}  # of the base
         self._next: dict[str, torch.Tensor] = {}  # of the version that may become the base
         self._used_gib: dict[str, float] = {}  # of the GPU, by all processes, at each stage of a version
 
-    def make(self, timeout_s: float) -> Arriving:
+    def make(self, timeout_s: float) -> dict[str, torch.Tensor]:
         """Makes memory for the next version. In place, the serving weights may be overwritten from now on.
 
         Args:
             timeout_s: seconds to wait for the backup of the serving weights.
+
+        Returns:
+            Flat tensors in the arriving dtypes, by storage.
 
         Raises:
             RefitError: if there is no backup.
@@ -73,21 +67,22 @@ class VersionMemory:
         self._note_use("before")
         self._next = {}
         serving = self._in_place.begin(timeout_s) if self._in_place is not None else {}
-        made = Arriving()
+        made: dict[str, torch.Tensor] = {}
+        self.beside_bytes = 0
         for storage in self._storages:
             memory = serving.get(storage.name)
             if memory is None:
                 memory = torch.empty(storage.numel, dtype=getattr(torch, storage.dtype), device=self._device)
-                made.beside_bytes += memory.nbytes
-            made.tensors[storage.name] = memory
+                self.beside_bytes += memory.nbytes
+            made[storage.name] = memory
         self._note_use("with both")
         return made
 
-    def keep(self, made: Arriving) -> None:
+    def keep(self, made: FlatMemory) -> None:
         """Copies the part of a base that will not serve as it arrived, before anything processes the version."""
         if self._keeps_base:
             served = self._served()
-            self._next = {name: tensor.clone() for name, tensor in made.tensors.items() if name not in served}
+            self._next = {name: tensor.clone() for name, tensor in made.items() if name not in served}
 
     def committed(self, version: int) -> None:
         """The version of the last :meth:`keep` serves from now on, and the replaced weights are freed.
