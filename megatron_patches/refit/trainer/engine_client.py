@@ -115,11 +115,11 @@ class PassedEngine(ABC):
 
     Args:
         name: name for messages and reports.
-        workers: number of its workers.
+        workers: number of its workers, unless a subclass asks the engine for it.
         admits: whether nobody else makes its workers admit the trainer. Anyone who can call it can do anything with it.
     """
 
-    def __init__(self, name: str, workers: int, *, admits: bool = True) -> None:
+    def __init__(self, name: str, workers: int = 0, *, admits: bool = True) -> None:
         self.name, self._workers, self._admits = name, workers, admits
         self._joined = Joined()
 
