@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel
+from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel, positive
 from megatron_patches.refit.command import fail, is_first
 from megatron_patches.refit.control.exchange import default_exchange, on_first
 from megatron_patches.refit.control.http_calls import HttpCalls
@@ -73,13 +73,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     push_command.add_push_options(check, "checking")
     check.add_argument(
-        "--samples", type=_positive, default=16, metavar="N", help="of each server; %(default)s by default"
+        "--samples", type=positive, default=16, metavar="N", help="of each server; %(default)s by default"
     )
     check.add_argument(
-        "--prompt-tokens", type=_positive, default=8, metavar="N", help="in a prompt; %(default)s by default"
+        "--prompt-tokens", type=positive, default=8, metavar="N", help="in a prompt; %(default)s by default"
     )
     check.add_argument(
-        "--answer-tokens", type=_positive, default=32, metavar="N", help="in an answer; %(default)s by default"
+        "--answer-tokens", type=positive, default=32, metavar="N", help="in an answer; %(default)s by default"
     )
     check.add_argument("--seed", type=int, default=1, help="of prompts and samples; %(default)s by default")
     check.add_argument(
@@ -193,12 +193,6 @@ def _table(found: dict[str, tuple[Agreement, Agreement]]) -> Table:
         for when, one in zip(("before", "after"), pair, strict=True):
             table.add_row(url, when, str(one.tokens), f"{one.kl:.2e}", f"{one.mean:.2e}", f"{one.largest:.2e}")
     return table
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def log_probabilities(chunks: list[torch.nn.Module], tokens: torch.Tensor) -> torch.Tensor | None:
