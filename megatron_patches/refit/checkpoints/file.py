@@ -155,10 +155,10 @@ def _payload(item: Transfer, storage: torch.Tensor) -> _Bytes:
 def _file_runs(item: Transfer, payload: _Bytes, start: int) -> Iterator[tuple[int, memoryview]]:
     """(position in the file, bytes) of each contiguous run of the box. The tensor starts at ``start`` in the file."""
     width = itemsize(item.dtype)
-    runs = contiguous_runs(item.write)
-    size = runs.length * width
+    length, starts = contiguous_runs(item.write)
+    size = length * width
     view = memoryview(payload)
-    for index, element in enumerate(runs.starts[0].tolist()):
+    for index, element in enumerate(starts.tolist()):
         yield start + element * width, view[index * size : (index + 1) * size]
 
 

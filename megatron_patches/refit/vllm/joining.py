@@ -180,9 +180,7 @@ def describe_layout(model: Model, serving: ServingModel, memory: MemoryMode, pay
         parameters = wanted_parameters(serving.model)
     check_all_loaded(serving.model, parameters, {parameter.name for parameter in recording.parameters})
     by_name = {spec.name: spec for spec in weights}
-    manifest = recorded_manifest(
-        serving.worker, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
-    )
+    manifest = recorded_manifest(serving.worker, socket.gethostname(), recording, by_name)
     manifest = with_kv_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
