@@ -74,7 +74,7 @@ class CheckpointDirectory:
             )
         for file in layout.files:
             path = self.partial / file.name
-            with path.open("wb") as handle, _named(path):
+            with path.open("wb") as handle, named(path):
                 handle.write(file.header)
                 handle.truncate(file.nbytes)
                 handle.flush()
@@ -159,7 +159,7 @@ def _named_by_index(path: Path) -> set[str]:
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    with path.open("w", encoding="utf-8") as handle, _named(path):
+    with path.open("w", encoding="utf-8") as handle, named(path):
         json.dump(content, handle, indent=2)
         handle.write("\n")
         handle.flush()
@@ -175,7 +175,7 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """Adds the file name to an OSError of a write or sync, which lacks it."""
     try:
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel, positive
-from megatron_patches.refit.command import fail, is_first
+from megatron_patches.refit.command import is_first, run_together
 from megatron_patches.refit.control.exchange import default_exchange, on_first
 from megatron_patches.refit.control.http_calls import HttpCalls
 from megatron_patches.refit.errors import ModelMismatchError, RefitError
-from megatron_patches.refit.progress import Progress, shown_progress
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.tools import push_command
 from megatron_patches.refit.trainer import push_flags
 
@@ -94,24 +93,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    first = is_first()
-    try:
-        with shown_progress(first) as progress:
-            found = _check(options, progress)
-        if first:
-            Console().print(_table(found))
-        for url, (_, after) in found.items():
-            if not after.kl <= options.most_kl:
-                raise ModelMismatchError(
-                    f"KL({url} || trainer) is {after.kl:.2g} after the push, more than --most-kl {options.most_kl:g}; "
-                    "the weights arrived bit for bit, so the two compute another model from them: compare their "
-                    "configurations and kernels"
-                )
-    except (RefitError, ValueError) as error:
-        return fail(error, speaks=first, leads=first)
-    if first:
-        sys.stdout.write(f"trainer and {len(found)} engine(s) agree\n")
-    return 0
+    return run_together(lambda progress: _compared(options, progress), (RefitError, ValueError))
+
+
+def _compared(options: argparse.Namespace, progress: Progress) -> str:
+    """Prints how far each engine agrees with the trainer. Returns that they do, in words.
+
+    Raises:
+        ModelMismatchError: if one does not.
+    """
+    found = _check(options, progress)
+    if is_first():
+        Console().print(_table(found))
+    for url, (_, after) in found.items():
+        if not after.kl <= options.most_kl:
+            raise ModelMismatchError(
+                f"KL({url} || trainer) is {after.kl:.2g} after the push, more than --most-kl {options.most_kl:g}; "
+                "the weights arrived bit for bit, so the two compute another model from them: compare their "
+                "configurations and kernels"
+            )
+    return f"trainer and {len(found)} engine(s) agree"
 
 
 def _check(options: argparse.Namespace, progress: Progress) -> dict[str, tuple[Agreement, Agreement]]:
