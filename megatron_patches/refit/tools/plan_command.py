@@ -18,11 +18,18 @@ from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, Plan
 from megatron_patches.refit.planning.proof import Verdict, prove
 from megatron_patches.refit.progress import Phases, Progress, shown_progress
-from megatron_patches.refit.simulation.cluster import Cluster, Hosts, Sides, describe_cluster, engine_mesh, trainer_mesh
-from megatron_patches.refit.simulation.live_refusals import check_live
+from megatron_patches.refit.simulation.cluster import (
+    Cluster,
+    Hosts,
+    Sides,
+    describe_cluster,
+    engine_mesh,
+    sample_layers,
+    trainer_mesh,
+)
+from megatron_patches.refit.simulation.models import check_live
 from megatron_patches.refit.simulation.oracle import memory_needed, verify_in_memory
 from megatron_patches.refit.simulation.report import Traffic, traffic_of
-from megatron_patches.refit.simulation.sampling import sample_layers
 from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 

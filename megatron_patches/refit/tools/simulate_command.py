@@ -16,8 +16,7 @@ from megatron_patches.refit.models.config_traits import dtype_of, family_from_co
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.progress import Progress, shown_progress
 from megatron_patches.refit.simulation.cluster import Sides
-from megatron_patches.refit.simulation.live_refusals import check_live
-from megatron_patches.refit.simulation.models import MODELS, known_config
+from megatron_patches.refit.simulation.models import MODELS, check_live, known_config
 from megatron_patches.refit.simulation.simulate import SimulatedFanOut, Simulation, WorkerKind, simulate
 from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.tools.plan_command import add_cluster_options, cluster_from, of_flag, table_of

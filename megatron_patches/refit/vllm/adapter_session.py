@@ -24,9 +24,8 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, tensors_of_peft
-from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone, ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.aside import Aside
-from megatron_patches.refit.vllm.received import ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.version_memory import VersionMemory

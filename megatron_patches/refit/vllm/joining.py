@@ -26,7 +26,6 @@ from megatron_patches.refit.vllm.engine_refusals import (
     check_options,
     wanted_parameters,
 )
-from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.kv_scales import with_kv_scales
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
@@ -36,6 +35,7 @@ from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.reload import loader_form, without_adapter_layers
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
+from megatron_patches.refit.vllm.version_memory import InPlace
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel, WorkerLayout, WorkerSession
 
 logger = logging.getLogger(__name__)

@@ -35,17 +35,15 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Taking
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
-from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone, ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake
-from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scale_values, check_weight_values
-from megatron_patches.refit.vllm.received import ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import Replacement, refresh_attention
-from megatron_patches.refit.vllm.version_memory import VersionMemory
+from megatron_patches.refit.vllm.version_memory import InPlace, VersionMemory
 
 logger = logging.getLogger(__name__)
 
