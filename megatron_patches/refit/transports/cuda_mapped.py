@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,14 +33,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lying:
-    """Position of some memory in a row of chunks.
-
-    Attributes:
-        chunks: the row; the same object for all memory in it.
-        start: first byte in the row.
-    """
+class Lying(NamedTuple):
+    """Position of some memory: a row of chunks, the same object for all memory in it, and the first byte in the row."""
 
     chunks: tuple[Chunk, ...]
     start: int
@@ -88,11 +83,11 @@ class ChunkShelf:
                 found[name] = bases
         used = {base for bases in found.values() for base in bases}
         self._forget(set(self._held) - used)
-        rows = {base: row for row in self._rows(sorted(used)) for base in row.bases}
-        return {
-            name: Lying(rows[bases[0]].chunks, spans[name][0] - rows[bases[0]].bases[0])
-            for name, bases in found.items()
-        }
+        rows: dict[int, tuple[tuple[Chunk, ...], int]] = {}  # by start of a chunk, with the start of the row
+        for row in self._rows(sorted(used)):
+            chunks = tuple(self._held[base].chunk for base in row)
+            rows |= dict.fromkeys(row, (chunks, row[0]))
+        return {name: Lying(rows[bases[0]][0], spans[name][0] - rows[bases[0]][1]) for name, bases in found.items()}
 
     def export(self, number: int) -> int:
         """A file descriptor of a chunk, which the caller closes.
@@ -147,8 +142,8 @@ class ChunkShelf:
         for base in bases:
             self._driver.release(self._held.pop(base).handle)
 
-    def _rows(self, bases: Sequence[int]) -> list[_Row]:
-        """Groups chunks without gaps between them."""
+    def _rows(self, bases: Sequence[int]) -> list[list[int]]:
+        """Groups chunks without gaps between them; chunks are given by their start addresses."""
         rows: list[list[int]] = []
         end = -1
         for base in bases:
@@ -156,13 +151,7 @@ class ChunkShelf:
                 rows.append([])
             rows[-1].append(base)
             end = base + self._held[base].chunk.nbytes
-        return [_Row(tuple(row), tuple(self._held[base].chunk for base in row)) for row in rows]
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    bases: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+        return rows
 
 
 class MappedRow:
