@@ -25,7 +25,7 @@ from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, te
 from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
 from megatron_patches.refit.planning.local import SourceIndex, plan_destination
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS
-from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.planning.transfers import Request
 from megatron_patches.refit.simulation.cluster import Sides
 from megatron_patches.refit.transports.base import Offer, TransportName
 from megatron_patches.refit.transports.frames import SECRET_BYTES

@@ -2,31 +2,49 @@
 
 Nothing that serves changes, so the engine answers requests all the while. A version that all workers of the engine have
 written is added by vLLM itself, when the trainer asks for it; see [Note: adapter versions].
+
+Adapters that an engine would not apply in full are refused before anything of them is sent. vLLM checks the last part
+of modules' names and one rank. It leaves out modules of layers that it does not have, and takes factors of a wrong size
+in part: it would answer, but not with the adapter that was trained.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 
-from megatron_patches.refit.control.adapter_names import session_folder
+from megatron_patches.refit.control.adapter_names import FACTOR_A, FACTOR_B, PREFIX, SCALE, session_folder
 from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.messages import Model, State, StateLog
-from megatron_patches.refit.errors import LostWeightsError, RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.errors import (
+    LostWeightsError,
+    ModelMismatchError,
+    RefitError,
+    StaleVersionError,
+    TransferError,
+    UnsupportedEngineError,
+    first_of,
+)
+from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.terms import MemoryMode
-from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, tensors_of_peft
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone, ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.version_memory import VersionMemory
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel
@@ -235,3 +253,78 @@ class Adapters:
     def _commit(self, call: RefitCall, session: AdapterSession) -> None:
         session.commit(call.version)
         logger.log(self._serving.level, "refit: version %d of adapter %s is written", call.version, call.adapter)
+
+
+def manager_of(model: nn.Module, config: VllmConfig) -> Any:
+    """The manager of a model's adapters in vLLM.
+
+    Raises:
+        UnsupportedEngineError: if the engine has none, or runs in a way in which adapters would not reach all of it.
+    """
+    manager = getattr(model, "lora_manager", None)
+    if config.lora_config is None or manager is None:
+        raise UnsupportedEngineError("the engine was started without --enable-lora; start it with it")
+    parallel = config.parallel_config
+    for option, number in {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "--data-parallel-size": parallel.data_parallel_size,
+        "--api-server-count": parallel._api_process_count,
+    }.items():
+        if number > 1:
+            raise UnsupportedEngineError(
+                f"adapters are not pushed to an engine with {option} {number}; start it with 1"
+            )
+    return manager
+
+
+def check_adapter(manager: Any, tensors: Sequence[TensorSpec]) -> None:
+    """Checks that an engine has each module of an adapter, in the size that the module's factors need.
+
+    Args:
+        manager: vLLM's manager of adapters.
+        tensors: the adapter's tensors; see [Note: adapter tensors].
+
+    Raises:
+        ModelMismatchError: naming modules, and the rank or the sizes.
+    """
+    shapes = {spec.name: spec.shape for spec in tensors}
+    reasons = []
+    sizes = _sizes(manager)
+    mapper = installed_release().adapter_names(manager.model)
+    most = manager.lora_config.max_lora_rank
+    for name in (name for name in shapes if name.endswith(SCALE)):
+        prefix = name.removesuffix(SCALE)
+        module, _ = parse_fine_tuned_lora_name(prefix + FACTOR_A, mapper)
+        (rank, inputs), (outputs, _) = shapes[prefix + FACTOR_A], shapes[prefix + FACTOR_B]
+        path = prefix.removeprefix(PREFIX)
+        if module not in sizes:
+            reasons.append(f"the engine has no module {path} to which an adapter can be added")
+        elif rank > most:
+            reasons.append(f"{path} has rank {rank}, and the engine takes at most {most} (--max-lora-rank)")
+        elif sizes[module] != (inputs, outputs):
+            wanted = "{} inputs and {} outputs".format(*sizes[module])
+            reasons.append(f"{path} has {inputs} inputs and {outputs} outputs in the trainer, {wanted} in the engine")
+    if reasons:
+        raise ModelMismatchError(first_of(reasons, "; "))
+
+
+def _sizes(manager: Any) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each linear module as adapters know it, over all workers, by vLLM's name."""
+    found = {}
+    for name, wrapper in manager.modules.items():
+        layer = getattr(wrapper, "base_layer", None)
+        if isinstance(layer, LinearBase):
+            parts = manager.packed_modules.get(name)
+            sizes = zip(parts, _outputs(layer), strict=False) if parts else [(name, layer.output_size)]
+            found.update({part: (int(layer.input_size), int(outputs)) for part, outputs in sizes})
+    return found
+
+
+def _outputs(layer: Any) -> Iterator[int]:
+    """Outputs of each part of a layer that stacks several, over all workers."""
+    if isinstance(layer, QKVParallelLinear):
+        yield layer.total_num_heads * layer.head_size
+        yield layer.total_num_kv_heads * layer.head_size
+        yield layer.total_num_kv_heads * layer.v_head_size
+    elif isinstance(layer, MergedColumnParallelLinear):
+        yield from layer.output_sizes

@@ -298,26 +298,26 @@ def specs(shapes: Mapping[str, tuple[int, int, int]]) -> list[TensorSpec]:
 
 @NEEDS_VLLM
 def test_each_module_must_be_in_the_engine_in_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_patches.refit.vllm import adapter_check
+    from megatron_patches.refit.vllm import adapter_session
 
     class Layer:
         input_size, output_size = 8, 6
 
-    monkeypatch.setattr(adapter_check, "LinearBase", Layer)
+    monkeypatch.setattr(adapter_session, "LinearBase", Layer)
     manager = SimpleNamespace(
         modules={"layers.0.o_proj": SimpleNamespace(base_layer=Layer())},
         packed_modules={},
         model=SimpleNamespace(),
         lora_config=SimpleNamespace(max_lora_rank=8),
     )
-    adapter_check.check_adapter(manager, specs({"layers.0.o_proj": (8, 8, 6)}))
+    adapter_session.check_adapter(manager, specs({"layers.0.o_proj": (8, 8, 6)}))
     for path, shape, message in (
         ("layers.1.o_proj", (8, 8, 6), "the engine has no module layers.1.o_proj to which an adapter can be added"),
         ("layers.0.o_proj", (9, 8, 6), "layers.0.o_proj has rank 9, and the engine takes at most 8"),
         ("layers.0.o_proj", (2, 8, 5), "8 inputs and 5 outputs in the trainer, 8 inputs and 6 outputs in the engine"),
     ):
         with pytest.raises(ModelMismatchError, match=message):
-            adapter_check.check_adapter(manager, specs({path: shape}))
+            adapter_session.check_adapter(manager, specs({path: shape}))
 
 
 def test_a_server_is_attached_once() -> None:

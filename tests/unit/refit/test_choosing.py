@@ -13,7 +13,7 @@ from megatron_patches.refit.parties.choosing import Locality, choose, locality_o
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode, terms_of
 from megatron_patches.refit.planning.plan import make_plan
-from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.planning.transfers import Request
 from megatron_patches.refit.trainer.session import RefitOptions
 from megatron_patches.refit.transports.base import Offer, TransportName
 from tests.unit.refit.test_parties import coverable, scene

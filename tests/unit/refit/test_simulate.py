@@ -16,8 +16,8 @@ from megatron_patches.refit.control.messages import Asked, Orders, Step
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.plan import make_plan
-from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import agree_on_tensors
+from megatron_patches.refit.planning.transfers import Request
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.cluster import Hosts, Sides, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in, run_destination, run_source
