@@ -359,7 +359,7 @@ class PlainEngine:
         self.run("commit", version)
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`. It serves one version."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`. It serves one version."""
         del keep
         self.added.append((f"{adapter}@{version}", folder))
         return [version]

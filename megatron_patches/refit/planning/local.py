@@ -270,7 +270,10 @@ def _choose(parts: Sequence[_Part], rank: int, host: str) -> Mapping[tuple[int, 
 
 
 class OverlapIndex:
-    """Layouts of sources, indexed by the patterns of the tensors' names.
+    """What each destination needs to know of the sources: the parts of their layouts that overlap what it wants.
+
+    Each distinct region of the sources is compared once, however many sources hold it, and only with wanted regions of
+    the same pattern. Sources that hold the same part of what is wanted share one layout, even if they differ elsewhere.
 
     Args:
         holders: sources, in the order in which destinations receive them.

@@ -143,7 +143,7 @@ class HttpEngine:
         self._http.call("POST", f"sleep?level=1&mode={PauseMode.KEEP.value}")
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`."""
         asked = {"adapter": adapter, "version": version, "folder": str(folder), "keep": keep}
         try:
             answer = self._http.call("POST", ADAPTER_ROUTE, asked)
@@ -250,7 +250,7 @@ class LocalEngine(PassedEngine):
             self._llm.update_weight_version(str(version))
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`."""
         from vllm.lora.request import LoRARequest
 
         name, engine = version_name(adapter, version), self._llm.llm_engine

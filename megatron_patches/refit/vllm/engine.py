@@ -33,9 +33,8 @@ from megatron_patches.refit.errors import LostWeightsError, RefitError, Transfer
 from megatron_patches.refit.vllm import patches
 from megatron_patches.refit.vllm.adapter_session import Adapters
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
-from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
 from megatron_patches.refit.vllm.joining import Joining
-from megatron_patches.refit.vllm.refit_call import RefitCall, read_call
+from megatron_patches.refit.vllm.refit_call import UNGUARDED, RefitCall, read_call, settings_of
 from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSession
 

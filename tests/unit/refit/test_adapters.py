@@ -30,8 +30,8 @@ from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantized_weights
 from megatron_patches.refit.memory.ports import Memory
-from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
 from megatron_patches.refit.trainer.adapters import AdapterPublisher
+from megatron_patches.refit.trainer.engine_client import AdapterEngine
 from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from tests.support.full_disk import files_of
