@@ -190,9 +190,6 @@ class AdapterSession:
         self._latest = version
 
 
-logger = logging.getLogger(__name__)
-
-
 class Adapters:
     """The adapters of one worker. See [Note: calls]; ``record`` does nothing, because a model's loader takes no part.
 

@@ -160,9 +160,6 @@ class AllOrNone:
         return votes, dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
 
 
-logger = logging.getLogger(__name__)
-
-
 class ReceivedVersion[T]:
     """Holds one version at most. It may come in one thread while another one gives up waiting for it.
 
