@@ -36,9 +36,8 @@ from megatron_patches.refit.planning.layouts import holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
 from megatron_patches.refit.planning.proof import prove, prove_with
-from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import unfold_tensors
-from megatron_patches.refit.planning.transfers import Moves
+from megatron_patches.refit.planning.transfers import Moves, Request, check_requests, moves_of
 from megatron_patches.refit.simulation.cluster import Sides, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, asked_bytes, holders_in, without_others
 from megatron_patches.refit.simulation.models import MODELS

@@ -14,7 +14,7 @@ from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.models.shard import placements
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.tools.scoring import log_probabilities
+from megatron_patches.refit.tools.check_command import log_probabilities
 
 
 class TrainerModel:

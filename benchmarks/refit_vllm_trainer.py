@@ -20,10 +20,10 @@ from benchmarks.vllm_server import ALPHABET, Sample, ServerError, VllmServer
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 
 PROMPT, LENGTH, _SAMPLES = 64, 128, 4
 """Tokens that the server is given, tokens that it draws, and texts."""

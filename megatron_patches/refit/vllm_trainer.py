@@ -30,11 +30,11 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import UnsupportedEngineError
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.ray_engine import name_of
 from megatron_patches.refit.trainer.contract_engine import ContractEngine, GuardedSyncClient
 from megatron_patches.refit.trainer.engine_client import PauseMode, SleepMode
 from megatron_patches.refit.trainer.push_options import RefitOptions
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.trl import EtpWeightTransfer
 
 __all__ = ["EtpTrainerEngine", "EtpTrainerInitInfo", "GuardedSyncClient"]

@@ -23,8 +23,8 @@ from examples.serving import write_byte_tokenizer
 from examples.vllm_process import starting_server, visible_gpus
 from megatron_patches.refit import KVScales
 from megatron_patches.refit.layout.weight_format import WeightFormat
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engine_client import SleepMode
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.gpu import bodies_live_vllm as bodies
 from tests.gpu.bodies_live_vllm import After, Push, State
 from tests.gpu.devices import needs_fp8, needs_te

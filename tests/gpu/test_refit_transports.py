@@ -28,7 +28,7 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.transports import cuda_vmm, turns
+from megatron_patches.refit.transports import cuda_mapped, turns
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime, MappedHandle, decode_handle
@@ -495,7 +495,7 @@ def hidden_body(rank: int, world_size: int) -> list[str]:
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     nbytes = 2 << 20
-    driver = cuda_vmm.CudaVmm()
+    driver = cuda_mapped.CudaVmm()
     properties = cuda.CUmemAllocationProp()
     properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

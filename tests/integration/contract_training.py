@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engine_client import SleepMode
 from megatron_patches.refit.trainer.push_options import RefitOptions
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm_trainer import EtpTrainerInitInfo, GuardedSyncClient
 from tests.support.vllm_server import VllmServer
 

@@ -23,11 +23,11 @@ from megatron_patches.refit.layout.boxes import Box
 from megatron_patches.refit.memory import sender
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.shard import placements
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.sending import SendingEnd
 from tests.support.live_models import Case, build_chunk
 from tests.support.live_parallel import start_parallel_state

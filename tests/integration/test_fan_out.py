@@ -15,8 +15,8 @@ import pytest
 
 from megatron_patches.refit.control.messages import State
 from megatron_patches.refit.models.config_traits import family_from_config
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.session import Fate, OnEngineFailure, RefitSession
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.test_subscriptions import CASE, NAMES, Push, costs, expected, run, until
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine

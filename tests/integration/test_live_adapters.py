@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_patches.refit import AdapterPublisher, Fate, OnEngineFailure, RefitOptions, WeightPublisher
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.parties.terms import MemoryMode
 from tests.integration.live_refit import PROMPTS, STAGING
 from tests.integration.tiny_models import QWEN3
 from tests.support.completion import Completion

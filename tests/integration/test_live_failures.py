@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_patches.refit.models.mesh import TrainerMesh
-from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.parties.terms import MemoryMode
 from tests.integration.live_refit import (
     PROMPTS,
     Deaf,

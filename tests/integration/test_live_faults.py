@@ -19,9 +19,9 @@ import pytest
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory import sender
 from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.live_refit import PROMPTS, STAGING, fill, start
 from tests.integration.test_live_http import corrupt_next_packet
 from tests.integration.tiny_models import QWEN3

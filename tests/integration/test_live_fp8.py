@@ -21,7 +21,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.models.mesh import TrainerMesh
-from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.parties.terms import MemoryMode
 from tests.integration.live_fp8 import After, Step, export_body, push_body
 from tests.integration.live_refit import PROMPTS, STAGING
 from tests.integration.tiny_models import QWEN2, QWEN3, QWEN3_MOE

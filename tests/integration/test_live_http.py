@@ -17,10 +17,10 @@ import pytest
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory.packets import Packet
 from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import Check
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.sending import SendingEnd, StagingSlot
 from tests.integration.live_refit import PROMPTS, STAGING, export_all_body, fill, start
 from tests.integration.tiny_models import QWEN2, QWEN3, QWEN3_MOE

@@ -15,7 +15,7 @@ from megatron_patches.refit import Fate, KVScales, OnEngineFailure, RefitOptions
 from megatron_patches.refit.control.messages import State
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.delta import PayloadKind
-from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.parties.terms import MemoryMode
 from tests.integration.live_refit import LONG_PROMPT, PROMPTS, STAGING
 from tests.integration.tiny_models import LLAMA
 from tests.support.completion import Completion

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_patches.refit import Fate, RefitOptions, WeightPublisher
 from megatron_patches.refit.memory.delta import PayloadKind
-from megatron_patches.refit.transports.memory_mode import MemoryMode
+from megatron_patches.refit.parties.terms import MemoryMode
 from tests.integration.live_refit import PROMPTS, STAGING
 from tests.integration.test_live_http import ANSWER, State, state_of
 from tests.integration.tiny_models import LLAMA, QWEN3

@@ -20,10 +20,10 @@ import pytest
 from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.memory import sender
 from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engine_client import PauseMode
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.live_refit import LONG_PROMPT, PROMPTS, STAGING, fill, kill_in, start
 from tests.integration.tiny_models import LLAMA
 from tests.support.completion import Completion

@@ -109,15 +109,14 @@ def load_and_export(rank: int, world_size: int, spreads: tuple[Spread, ...], fol
 
     megatron_patches.apply()
     from megatron_patches.refit.checkpoints.export import export_checkpoint
-    from megatron_patches.refit.checkpoints.load_hf import LoadOptions, load_hf_checkpoint
+    from megatron_patches.refit.checkpoints.load_hf import load_hf_checkpoint
     from megatron_patches.refit.source.describe import describe_model
 
     found = []
     for number, spread in enumerate(spreads):
         chunks = build(spread, rank)
         elements = sum(int(live.memory.isnan().sum()) for live in describe_model(chunks))
-        options = LoadOptions(staging_bytes=1000)
-        report = load_hf_checkpoint(chunks, Path(folder) / spread.config, tokens=VOCABULARY, options=options)
+        report = load_hf_checkpoint(chunks, Path(folder) / spread.config, tokens=VOCABULARY, staging_bytes=1000)
         assert report.padding_rows == 40 - VOCABULARY
         unset = [live.shard.name for live in describe_model(chunks) if not live.memory.isfinite().all()]
         for live in describe_model(chunks):  # rows of no token are zero, and no random number is

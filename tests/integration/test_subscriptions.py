@@ -25,10 +25,10 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.mesh import TrainerMesh
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer import roster
 from megatron_patches.refit.trainer.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.trainer.telemetry import Telemetry
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.live_refit import STAGING, fill, start, value
 from tests.integration.tiny_models import QWEN3
 from tests.support import plain_engine

@@ -133,7 +133,7 @@ def draft_differences(path: Path) -> list[str]:
     with built(path, 1, 0, False) as model:
         parameters = {name: value for name, value in model.named_parameters() if "embed_tokens" not in name}
         done = record_loading(model.load_weights, parameters, tensors.values())
-    manifest = recorded_manifest(0, "", done.parameters, done.copies, done.fills, tensors)
+    manifest = recorded_manifest(0, "", done, tensors)
     filled = dict.fromkeys(parameters, 0)
     for item in manifest.placements:
         filled[manifest.storage[item.view.storage].target] += item.box.volume
@@ -162,7 +162,7 @@ def compare(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
                 with built(path, tp, place, expert_parallel) as model:
                     done = record_loading(model.load_weights, dict(model.named_parameters()), specs)
                 tensors = {spec.name: spec for spec in specs}
-                theirs = recorded_manifest(place, "", done.parameters, done.copies, done.fills, tensors)
+                theirs = recorded_manifest(place, "", done, tensors)
                 mesh = EngineMesh(tp=tp, expert_parallel=expert_parallel)
                 ours = engine_manifest(family.traits, mesh, place)
                 difference = [*sorted(places(ours) ^ places(theirs)), *sorted(rules(ours) ^ rules(theirs))][:5]
@@ -230,7 +230,7 @@ def compare_in_fp8(rank: int, world_size: int, folder: str) -> dict[str, list[st
                 # The experts' view of the router's parameter.
                 missing = {parameter for parameter in missing if not parameter.endswith("e_score_correction_bias")}
                 tensors = {spec.name: spec for spec in specs}
-                manifest = recorded_manifest(place, "", done.parameters, done.copies, done.fills, tensors)
+                manifest = recorded_manifest(place, "", done, tensors)
                 weights = {
                     (
                         scales_of(item.box.tensor),

@@ -31,11 +31,10 @@ from megatron_patches.refit.memory.ports import Bits
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
 from megatron_patches.refit.planning.tensors import fold_tensors
 from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
 from megatron_patches.refit.transports.base import named_transport
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.nics import AUTO_NICS
 
 logger = logging.getLogger(__name__)
@@ -360,7 +359,7 @@ class PlainEngine:
         self.run("commit", version)
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`. It serves one version."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`. It serves one version."""
         del keep
         self.added.append((f"{adapter}@{version}", folder))
         return [version]

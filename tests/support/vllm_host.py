@@ -152,7 +152,7 @@ class VllmConnection:
         return int(self.run("world_size"))
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`."""
         found: list[int] = self.run("add_adapter", adapter, version, str(folder), keep)
         return found
 

@@ -13,7 +13,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_patches.refit.checkpoints.safetensors_layout import INDEX_NAME, CheckpointLayout
@@ -73,7 +74,7 @@ class CheckpointDirectory:
             )
         for file in layout.files:
             path = self.partial / file.name
-            with path.open("wb") as handle, _NamedFile(path):
+            with path.open("wb") as handle, named(path):
                 handle.write(file.header)
                 handle.truncate(file.nbytes)
                 handle.flush()
@@ -158,7 +159,7 @@ def _named_by_index(path: Path) -> set[str]:
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    with path.open("w", encoding="utf-8") as handle, _NamedFile(path):
+    with path.open("w", encoding="utf-8") as handle, named(path):
         json.dump(content, handle, indent=2)
         handle.write("\n")
         handle.flush()
@@ -173,18 +174,14 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-class _NamedFile:
+@contextmanager
+def named(path: Path) -> Iterator[None]:
     """Adds the file name to an OSError of a write or sync, which lacks it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self._path)
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _swap(first: Path, second: Path) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks
-from megatron_patches.refit.checkpoints.checkpoint_refusals import refuse_unbuildable
+from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks, refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.checkpoints.megatron_checkpoint import (
     find_iteration,
@@ -56,20 +56,22 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, while_doing: str) ->
     parser.add_argument("--load", type=Path, required=True, help="directory that Megatron's --save wrote")
     parser.add_argument("--iteration", type=int, help="which iteration; the latest by default")
     parser.add_argument(
-        "--vocab-size", type=_tokens, help="tokens without padding; from the run's tokenizer by default"
+        "--vocab-size",
+        type=partial(positive, of=" of tokens"),
+        help="tokens without padding; from the run's tokenizer by default",
     )
     ParallelSizes.add_options(parser, while_doing)
     parser.add_argument("--timeout-minutes", type=minutes, default=30.0, help="longest wait for another process")
 
 
-def _tokens(text: str) -> int:
-    """Parses a number of tokens.
+def positive(text: str, of: str = "") -> int:
+    """Parses a number of something, named for the message.
 
     Raises:
         argparse.ArgumentTypeError: if it is not positive.
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of tokens")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number{of}")
     return int(text)
 
 
@@ -90,19 +92,19 @@ def minutes(text: str) -> float:
 
 @contextmanager
 def loaded(
-    options: argparse.Namespace, directory: Path, progress: Progress, check: Callable[[int], None] = lambda _: None
+    options: argparse.Namespace, progress: Progress, check: Callable[[int], None] = lambda _: None
 ) -> Iterator[CheckpointModel]:
     """Builds the model and loads its weights; destroys the process groups afterwards.
 
     Args:
         options: the options of :func:`add_checkpoint_options`.
-        directory: directory of the iteration, from :func:`directory_of`.
         progress: receives the phase.
         check: raises a RefitError if the vocabulary size does not suit the planned use of the model.
 
     Raises:
         RefitError: on any user error or machine failure, with one line that names it.
     """
+    directory = find_iteration(options.load, options.iteration)
     sizes = ParallelSizes.from_options(options)
     sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
     patch_megatron()
@@ -148,15 +150,6 @@ def patch_megatron() -> None:
         megatron_patches.apply()
     except megatron_patches.IncompatibleMegatronError as error:
         raise RefitError(str(error)) from error
-
-
-def directory_of(options: argparse.Namespace) -> Path:
-    """The iteration's directory.
-
-    Raises:
-        RefitError: if it does not exist.
-    """
-    return find_iteration(options.load, options.iteration)
 
 
 def _number(directory: Path) -> int:

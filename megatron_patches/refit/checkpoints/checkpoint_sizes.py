@@ -44,10 +44,10 @@ class ParallelSizes:
             parser: parser of the command.
             while_doing: verb for the help, such as "exporting".
         """
-        for name, flag in SIZE_FLAGS.items():
+        for name, (flag, meaning) in _AXES.items():
             default = cls.__dataclass_fields__[name].default
             parser.add_argument(
-                flag, dest=name, type=int, metavar="N", default=default, help=f"{_HELP[name]} while {while_doing}"
+                flag, dest=name, type=int, metavar="N", default=default, help=f"{meaning} while {while_doing}"
             )
 
     @classmethod
@@ -158,30 +158,30 @@ class ParallelSizes:
         return f"{flag} {value} is not divisible by {SIZE_FLAGS[axis]} {size}; choose another size"
 
 
-SIZE_FLAGS = {
-    "tensor": "--tensor-model-parallel-size",
-    "pipeline": "--pipeline-model-parallel-size",
-    "chunks": "--num-virtual-stages-per-pipeline-rank",
-    "etp": "--etp-size",
-    "expert": "--expert-model-parallel-size",
-    "expert_tensor": "--expert-tensor-parallel-size",
-    "expert_etp": "--expert-etp-size",
-    "first": "--decoder-first-pipeline-num-layers",
-    "last": "--decoder-last-pipeline-num-layers",
+_AXES = {
+    "tensor": ("--tensor-model-parallel-size", "tensor-parallel size"),
+    "pipeline": ("--pipeline-model-parallel-size", "pipeline stages"),
+    "chunks": ("--num-virtual-stages-per-pipeline-rank", "model chunks on each pipeline stage"),
+    "etp": ("--etp-size", "extended-tensor-parallel size (not expert tensor parallelism)"),
+    "expert": ("--expert-model-parallel-size", "expert-parallel size"),
+    "expert_tensor": (
+        "--expert-tensor-parallel-size",
+        "tensor-parallel size of experts, by default that of the other layers,",
+    ),
+    "expert_etp": ("--expert-etp-size", "extended-tensor-parallel size of experts"),
+    "first": (
+        "--decoder-first-pipeline-num-layers",
+        "layers on the first pipeline stage, by default as many as on the others,",
+    ),
+    "last": (
+        "--decoder-last-pipeline-num-layers",
+        "layers on the last pipeline stage, by default as many as on the others,",
+    ),
 }
-"""The flag of each field of :class:`ParallelSizes`."""
+"""The flag of each field of :class:`ParallelSizes`, and its meaning."""
 
-_HELP = {
-    "tensor": "tensor-parallel size",
-    "pipeline": "pipeline stages",
-    "chunks": "model chunks on each pipeline stage",
-    "etp": "extended-tensor-parallel size (not expert tensor parallelism)",
-    "expert": "expert-parallel size",
-    "expert_tensor": "tensor-parallel size of experts, by default that of the other layers,",
-    "expert_etp": "extended-tensor-parallel size of experts",
-    "first": "layers on the first pipeline stage, by default as many as on the others,",
-    "last": "layers on the last pipeline stage, by default as many as on the others,",
-}
+SIZE_FLAGS = {name: flag for name, (flag, _) in _AXES.items()}
+"""The flag of each field of :class:`ParallelSizes`."""
 
 
 def number_of_layers(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_patches.refit.checkpoints.checkpoint_dir import named
 from megatron_patches.refit.checkpoints.safetensors_layout import CheckpointLayout, ShardFile
 from megatron_patches.refit.errors import DigestError, ExportError
 from megatron_patches.refit.layout.boxes import TensorSpec, contiguous_runs
@@ -155,10 +156,10 @@ def _payload(item: Transfer, storage: torch.Tensor) -> _Bytes:
 def _file_runs(item: Transfer, payload: _Bytes, start: int) -> Iterator[tuple[int, memoryview]]:
     """(position in the file, bytes) of each contiguous run of the box. The tensor starts at ``start`` in the file."""
     width = itemsize(item.dtype)
-    runs = contiguous_runs(item.write)
-    size = runs.length * width
+    length, starts = contiguous_runs(item.write)
+    size = length * width
     view = memoryview(payload)
-    for index, element in enumerate(runs.starts[0].tolist()):
+    for index, element in enumerate(starts.tolist()):
         yield start + element * width, view[index * size : (index + 1) * size]
 
 
@@ -189,10 +190,8 @@ class _Handles:
         """Writes all of ``vectors`` at ``position``, in as many calls as necessary."""
         handle = self._handle(name)
         while vectors:
-            try:
+            with named(self._directory / name):
                 written = os.pwritev(handle, vectors, position)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self._directory / name)) from error
             position += written
             while vectors and written >= len(vectors[0]):
                 written -= len(vectors.pop(0))
@@ -202,10 +201,8 @@ class _Handles:
     def sync(self) -> None:
         """Waits until written data is on the device. Some file systems report a full disk only here."""
         for name, handle in self._open.items():
-            try:
+            with named(self._directory / name):
                 os.fsync(handle)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self._directory / name)) from error
 
     def _handle(self, name: str) -> int:
         if name not in self._open:

@@ -31,27 +31,11 @@ from megatron_patches.refit.source.live import Holdings, describe_rank
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
 # Parameters with padding after the last token.
 _TABLES = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
 _READABLE = (*FLOAT_DTYPES, QUANTIZED)
 _CONVERSIONS = frozenset((read, write) for read in _READABLE for write in FLOAT_DTYPES if read != write)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """How to load.
-
-    Attributes:
-        staging_bytes: most bytes of weights that a rank holds at a time besides its parameters.
-        group: ranks that hold the model, replicas included; None for all processes.
-        tp_group: tensor-parallel group; None for Megatron's own.
-    """
-
-    staging_bytes: int = 256 << 20
-    group: ProcessGroup | None = None
-    tp_group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +83,7 @@ def load_hf_checkpoint(
     path: Path,
     *,
     tokens: int,
-    options: LoadOptions = LoadOptions(),
+    staging_bytes: int = 256 << 20,
     progress: Progress | None = None,
 ) -> LoadReport:
     """Loads the model's weights, on all ranks together. An optimizer's own copies of them are not touched.
@@ -111,18 +95,18 @@ def load_hf_checkpoint(
         model_chunks: this rank's part: one module per virtual pipeline stage, wrapped or not.
         path: the checkpoint's folder, on a file system that all ranks share.
         tokens: number of tokens of the run's tokenizer.
-        options: groups and memory.
+        staging_bytes: most bytes of weights that a rank holds at a time besides its parameters.
         progress: receives this rank's progress.
 
     Raises:
         RefitError: on every rank, if the checkpoint does not fit the model or any rank failed; with the reason.
     """
     started = time.perf_counter()
-    exchange = default_exchange(options.group)
+    exchange = default_exchange()
     files = on_first(exchange, lambda: open_checkpoint(path))
     rows = int(unwrapped_chunk(model_chunks[0]).vocab_size)  # type: ignore[arg-type]
     vocab_size = check_vocabulary(files.config, tokens, rows)
-    job = _Job(exchange, files, vocab_size, options, progress or Progress())
+    job = _Job(exchange, files, vocab_size, staging_bytes, progress or Progress())
     held = job.describe(model_chunks)
     plan = job.plan(held)
     read = job.read(plan, held)
@@ -143,12 +127,12 @@ class _Job:
     """One load, phase by phase. Every phase succeeds on all ranks or raises on all."""
 
     def __init__(
-        self, exchange: Exchange, files: HuggingFaceFiles, vocab_size: int, options: LoadOptions, progress: Progress
+        self, exchange: Exchange, files: HuggingFaceFiles, vocab_size: int, staging_bytes: int, progress: Progress
     ) -> None:
         self._exchange = exchange
         self._files = files
         self._vocab_size = vocab_size
-        self._options = options
+        self._staging_bytes = staging_bytes
         self._progress = progress
         self._repeated: Mapping[str, str] = {}
 
@@ -180,8 +164,7 @@ class _Job:
 
         def read() -> int:
             self._clear_padding(held)
-            staging = self._options.staging_bytes
-            return read_slices(plan.transfers, self._files, held.memory, staging, self._progress.advance)
+            return read_slices(plan.transfers, self._files, held.memory, self._staging_bytes, self._progress.advance)
 
         return self._together(read)
 
@@ -199,7 +182,7 @@ class _Job:
                 ]
             widths = {name: itemsize(stored.spec.dtype) for name, stored in self._files.tensors.items()}
             self._progress.phase("verify", sum(item.box.volume * widths[item.box.tensor] for item in placements))
-            verify_slices(placements, self._files, held.memory, self._options.staging_bytes, self._progress.advance)
+            verify_slices(placements, self._files, held.memory, self._staging_bytes, self._progress.advance)
 
         self._together(verify)
 
@@ -216,7 +199,7 @@ class _Job:
         return dict(found)
 
     def _describe(self, chunks: Sequence[torch.nn.Module]) -> Holdings:
-        return describe_rank(chunks, self._vocab_size, self._exchange.rank, self._options.tp_group)
+        return describe_rank(chunks, self._vocab_size, self._exchange.rank, None)
 
     def _check_used(self, held: Holdings, manifests: Sequence[Manifest]) -> None:
         """Shows that some rank holds each element of the checkpoint; raises CoverageError with one that none holds."""

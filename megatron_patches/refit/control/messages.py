@@ -20,8 +20,8 @@ import msgspec
 from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.planning.layouts import Layout, Region
-from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import TensorGrid, unfold_tensors
+from megatron_patches.refit.planning.transfers import Request
 
 logger = logging.getLogger(__name__)
 

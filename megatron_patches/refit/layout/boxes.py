@@ -185,47 +185,18 @@ class View:
         return storage.as_strided(self.shape, self.strides, storage.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Contiguous stretches that several views of one box have in common.
+def contiguous_runs(view: View) -> tuple[int, NDArray[np.int64]]:
+    """The longest contiguous stretches of a view: neighbouring dimensions are merged where its strides allow it.
 
-    Attributes:
-        length: elements in each stretch; the same for all.
-        starts: for each view, int64 array of the storage index at which each stretch begins, in row-major order of the
-            box.
+    Returns:
+        Elements in each stretch; the storage index at which each begins, int64, in row-major order of the box.
     """
-
-    length: int
-    starts: tuple[NDArray[np.int64], ...]
-
-    @property
-    def count(self) -> int:
-        """Number of stretches."""
-        return int(self.starts[0].size)
-
-
-def contiguous_runs(*views: View) -> Runs:
-    """The longest stretches that are contiguous in every one of ``views``, which must show the same box.
-
-    Neighbouring dimensions are merged wherever every view allows it, so a box that is contiguous in all views becomes
-    one stretch.
-
-    Raises:
-        ValueError: if the views differ in shape.
-    """
-    if len({view.shape for view in views}) != 1:
-        raise ValueError(f"views of one box must have one shape, not {[view.shape for view in views]}")
-    merged = _merge_dims(views)
-    length = 1
-    if merged and all(step == 1 for step in merged[-1][1]):
-        length = merged.pop()[0]
-    starts = []
-    for index, view in enumerate(views):
-        begin = np.full(1, view.offset, dtype=np.int64)
-        for extent, steps in merged:
-            begin = (begin[:, None] + np.arange(extent, dtype=np.int64) * steps[index]).reshape(-1)
-        starts.append(begin)
-    return Runs(length, tuple(starts))
+    merged = _merge_dims((view,))
+    length = merged.pop()[0] if merged and merged[-1][1] == (1,) else 1
+    begin = np.full(1, view.offset, dtype=np.int64)
+    for extent, (step,) in merged:
+        begin = (begin[:, None] + np.arange(extent, dtype=np.int64) * step).reshape(-1)
+    return length, begin
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from megatron_patches.refit.planning.layouts import Holder, Layout, Receiver, ho
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.plan import PartOf, Plan, PlanOptions, plan_for
 from megatron_patches.refit.planning.proof import prove_with
-from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
-from megatron_patches.refit.planning.transfers import Moves
+from megatron_patches.refit.planning.transfers import Moves, Request, check_requests, moves_of
 
 
 class Steps(Protocol):

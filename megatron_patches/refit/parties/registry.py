@@ -29,7 +29,7 @@ from megatron_patches.refit.control.messages import (
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.choosing import Locality, choose
 from megatron_patches.refit.planning.layouts import Holder, Layout, check_layout, check_region
-from megatron_patches.refit.planning.overlaps import OverlapIndex
+from megatron_patches.refit.planning.local import OverlapIndex
 from megatron_patches.refit.planning.tensors import agree, fold_tensors
 from megatron_patches.refit.transports.base import Offer
 

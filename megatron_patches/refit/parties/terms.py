@@ -1,17 +1,40 @@
-"""The terms on which links carry a plan: slot sizes, and which boxes travel unpacked."""
+"""The terms on which links carry a plan: slot sizes, where versions arrive, and which boxes travel unpacked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.memory.loads import DEFAULT_TERMS, Reach, Terms
 from megatron_patches.refit.memory.staging import useful_bytes
 from megatron_patches.refit.planning.plan import Link, Plan
 from megatron_patches.refit.transports.base import Offer, TransportName
-from megatron_patches.refit.transports.memory_mode import MemoryMode, may_go_directly
 from megatron_patches.refit.transports.nics import AUTO_NICS
+
+
+class MemoryMode(StrEnum):
+    """What a worker's memory must hold while a version arrives."""
+
+    BESIDE = "beside"
+    """A second copy of the weights; the engine is paused only for the commit."""
+    IN_PLACE = "in_place"
+    """Almost nothing more; the engine is paused from before the first byte, and the host keeps the old weights."""
+
+
+def may_go_directly(mode: MemoryMode, transport: TransportName) -> bool:
+    """Whether boxes may travel without being packed. Both sides of a link compute the same.
+
+    Bytes that a peer or a thread writes could still arrive after a push was abandoned. So only copies on the worker's
+    own GPU, whose end the worker can await, may write to serving memory.
+
+    Args:
+        mode: memory mode of the workers.
+        transport: the transport in use.
+    """
+    return mode is MemoryMode.BESIDE or transport in (TransportName.CUDA_IPC, TransportName.C10D)
+
 
 _LOAD_BYTES = {TransportName.C10D: 512 << 20}
 """Largest direct load per transport, where not the default. Over NCCL each load costs the host about 0.4 ms."""

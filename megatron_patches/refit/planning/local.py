@@ -1,4 +1,4 @@
-"""A destination's own plan: which sources send it which boxes, from the layouts that overlap what it wants.
+"""A destination's own plan: which sources send it which boxes, from the layouts that overlap what it wants; and these.
 
 The plan does not depend on other destinations, yet destinations together load replicas evenly:
 
@@ -18,15 +18,15 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_patches.refit.errors import CoverageError
 from megatron_patches.refit.layout.boxes import Box, coalesce, overlapping_pair, subtract
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.planning.grids import Axes, Axis, Numbers, fold, join_name, meet, progressions, values_of
-from megatron_patches.refit.planning.layouts import Corners, Holder, Layout, Region, Template
-from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.planning.layouts import Corners, Holder, Kind, Layout, Region, Template
+from megatron_patches.refit.planning.transfers import Request
 
 _Held = tuple[Holder, Template]
 
@@ -267,3 +267,76 @@ def _choose(parts: Sequence[_Part], rank: int, host: str) -> Mapping[tuple[int, 
         for source, tensors in shares.items():
             give(part, source, tensors)
     return chosen
+
+
+class OverlapIndex:
+    """What each destination needs to know of the sources: the parts of their layouts that overlap what it wants.
+
+    Each distinct region of the sources is compared once, however many sources hold it, and only with wanted regions of
+    the same pattern. Sources that hold the same part of what is wanted share one layout, even if they differ elsewhere.
+
+    Args:
+        holders: sources, in the order in which destinations receive them.
+    """
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._holders = holders
+        self._templates: list[Template] = []
+        self._kinds: list[tuple[Kind, ...]] = []
+        self._regions: dict[str, dict[Axes, dict[Corners, int]]] = {}
+        self._met: dict[Region, frozenset[int]] = {}
+        # For each holder: the number of its kinds, and the numbers of each template's region and of the template.
+        self._held: list[tuple[int, list[tuple[int, int]]]] = []
+        regions: dict[Region, int] = {}
+        templates: dict[Template, int] = {}
+        kinds: dict[tuple[Kind, ...], int] = {}
+        for holder in holders:
+            mine = []
+            for template in holder.layout.templates:
+                number = regions.setdefault(template.region, len(regions))
+                mine.append((number, templates.setdefault(template, len(templates))))
+            self._held.append((kinds.setdefault(holder.layout.kinds, len(kinds)), mine))
+        self._templates, self._kinds = list(templates), list(kinds)
+        for region, number in regions.items():
+            corners = self._regions.setdefault(region.tensor, {}).setdefault(region.axes, {})
+            corners[region.start, region.stop] = number
+
+    def overlapping(self, wanted: Iterable[Region]) -> tuple[list[Layout], list[tuple[int, str, int]]]:
+        """The sources that overlap what a destination wants.
+
+        Args:
+            wanted: regions that it wants.
+
+        Returns:
+            Distinct layouts, without templates that do not overlap; rank and host of each overlapping source, and the
+            index of its layout.
+        """
+        met = frozenset[int]().union(*map(self._meeting, wanted))
+        numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        layouts: list[Layout] = []
+        holders: list[tuple[int, str, int]] = []
+        for holder, (kinds, held) in zip(self._holders, self._held, strict=True):
+            part = tuple([template for region, template in held if region in met])
+            if not part:
+                continue
+            if (kinds, part) not in numbers:
+                numbers[kinds, part] = len(layouts)
+                layouts.append(Layout(tuple(self._templates[number] for number in part), self._kinds[kinds]))
+            holders.append((holder.rank, holder.host, numbers[kinds, part]))
+        return layouts, holders
+
+    def _meeting(self, wanted: Region) -> frozenset[int]:
+        """Numbers of the held regions that overlap a wanted one. Cached, as many destinations want the same."""
+        if wanted not in self._met:
+            self._met[wanted] = frozenset(
+                number
+                for axes, corners in self._regions.get(wanted.tensor, {}).items()
+                if meet(wanted.axes, axes)
+                for (start, stop), number in corners.items()
+                if all(map(_overlap, wanted.start, wanted.stop, start, stop))
+            )
+        return self._met[wanted]
+
+
+def _overlap(start: int, stop: int, other: int, end: int) -> bool:
+    return max(start, other) < min(stop, end)

@@ -20,9 +20,8 @@ from megatron_patches.refit.layout.conversion import Conversion
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.planning.layouts import Receiver, holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex, plan_destination
-from megatron_patches.refit.planning.requests import Request, moves_of
 from megatron_patches.refit.planning.tensors import TensorGrid, fold_tensors, unfold_tensors
-from megatron_patches.refit.planning.transfers import Moves, Transfer, canonical
+from megatron_patches.refit.planning.transfers import Moves, Request, Transfer, canonical, moves_of
 
 Link = tuple[int, int]
 """A source and a destination that a plan connects."""

@@ -250,12 +250,12 @@ def _check_no_aliases(receiver: Receiver) -> None:
     lengths: list[NDArray[np.int64]] = []
     for template in receiver.layout.templates:
         region, views = template.region, template.views
-        runs = contiguous_runs(View("", 0, region.box.shape, views.strides))
-        begins.append((array_over(views.offset, region.axes)[:, None] + runs.starts[0]).reshape(-1))
-        lengths.append(np.full(begins[-1].size, runs.length))
+        length, starts = contiguous_runs(View("", 0, region.box.shape, views.strides))
+        begins.append((array_over(views.offset, region.axes)[:, None] + starts).reshape(-1))
+        lengths.append(np.full(begins[-1].size, length))
         names, repeated = views.storages(region.axes)
         memory = [targets.setdefault(storages[name].target, len(targets)) for name in names]
-        memories.append(np.repeat(np.array(memory), repeated * runs.count))
+        memories.append(np.repeat(np.array(memory), repeated * starts.size))
     if not begins:
         return
     begin, memory_of = np.concatenate(begins), np.concatenate(memories)

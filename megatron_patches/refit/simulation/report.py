@@ -10,23 +10,6 @@ from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.planning.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpeeds:
-    """Bandwidth of one rank, for sending and at the same time for receiving.
-
-    Attributes:
-        within_host: bytes per second to and from ranks of the same host.
-        between_hosts: bytes per second to and from ranks of other hosts.
-    """
-
-    within_host: float
-    between_hosts: float
-
-    def __post_init__(self) -> None:
-        if self.within_host <= 0 or self.between_hosts <= 0:
-            raise ValueError(f"speeds must be positive, not {self.within_host} and {self.between_hosts} bytes/s")
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class LinkTraffic:
     """Total that one source sends to one destination.
@@ -74,18 +57,27 @@ class Traffic:
 
 
 def traffic_of(
-    plan: Plan, sources: Sequence[Manifest], destinations: Sequence[Manifest], speeds: LinkSpeeds
+    plan: Plan,
+    sources: Sequence[Manifest],
+    destinations: Sequence[Manifest],
+    *,
+    within_host: float,
+    between_hosts: float,
 ) -> Traffic:
-    """Sums the bytes of a plan, or of one rank's part, in the dtype in which they arrive."""
+    """Sums the bytes of a plan, or of one rank's part, in the dtype in which they arrive.
+
+    Args:
+        plan: the plan.
+        sources: what each source rank holds.
+        destinations: what each destination rank wants.
+        within_host: bytes per second of one rank to, and at the same time from, ranks of the same host.
+        between_hosts: the same for ranks of other hosts.
+    """
+    speeds = {True: within_host, False: between_hosts}
     host_of_source = {manifest.rank: manifest.host for manifest in sources}
     host_of_destination = {manifest.rank: manifest.host for manifest in destinations}
     links = tuple(
-        LinkTraffic(
-            source,
-            destination,
-            nbytes,
-            host_of_source[source] == host_of_destination[destination],
-        )
+        LinkTraffic(source, destination, nbytes, host_of_source[source] == host_of_destination[destination])
         for (source, destination), nbytes in plan.nbytes_by_link.items()
     )
     sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
@@ -104,11 +96,5 @@ def traffic_of(
     )
 
 
-def _slowest(totals: Mapping[tuple[int, bool], int], speeds: LinkSpeeds) -> float:
-    return max(
-        (
-            nbytes / (speeds.within_host if within_host else speeds.between_hosts)
-            for (_, within_host), nbytes in totals.items()
-        ),
-        default=0.0,
-    )
+def _slowest(totals: Mapping[tuple[int, bool], int], speeds: Mapping[bool, float]) -> float:
+    return max((nbytes / speeds[within_host] for (_, within_host), nbytes in totals.items()), default=0.0)

@@ -18,32 +18,15 @@ from megatron_patches.refit.planning.local import SourceIndex, even_shares
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.cluster import Sides
-from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in, without_others
-from megatron_patches.refit.simulation.workers import WorkerCost, run_destination, run_source
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSize:
-    """How much of a fleet is run.
-
-    Attributes:
-        workers: how many workers of each kind describe, plan and prove as in a real refit. Workers whose layouts differ
-            only in places are of one kind.
-        requests: plan the requests of at least this many engine workers, in whole engines. They determine what each
-            trainer rank sends.
-
-    Raises:
-        ValueError: if no worker is run.
-    """
-
-    workers: int = 1
-    requests: int = 64
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or self.requests < 1:
-            raise ValueError(
-                f"a sample of {self.workers} workers and requests of {self.requests}; at least one of each"
-            )
+from megatron_patches.refit.simulation.fleet import (
+    Fleet,
+    WorkerCost,
+    asked_bytes,
+    holders_in,
+    run_destination,
+    run_source,
+    without_others,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +126,17 @@ class Simulation:
         return self.balance.engines < self.engines
 
 
-def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float, progress: Progress) -> Simulation:
+def simulate(
+    sides: Sides, workers: int, requests: int, replicas: int, bytes_per_s: float, progress: Progress
+) -> Simulation:
     """Runs the simulation.
 
     Args:
         sides: trainer and engines.
-        sample: how much of them is run.
+        workers: how many workers of each kind describe, plan and prove as in a real refit; at least one. Workers whose
+            layouts differ only in places are of one kind.
+        requests: plan the requests of at least this many engine workers, at least one, in whole engines. They determine
+            what each trainer rank sends.
         replicas: number of engines that the version reaches in waves.
         bytes_per_s: bandwidth of an engine worker, in each direction.
         progress: receives each phase.
@@ -159,7 +147,7 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
     progress.phase("describe", 0)
     fleet = Fleet(sides)
     overlaps = fleet.overlaps()
-    engines = min(sides.engines, math.ceil(sample.requests / sides.engine.size))
+    engines = min(sides.engines, math.ceil(requests / sides.engine.size))
     scale = sides.engines / engines
     progress.phase("plan", 0)
     asked, balance = _requests(fleet, engines, overlaps)
@@ -169,7 +157,7 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
     with without_others():
         wanting = _run(
             _kinds("engine", fleet.layouts_wanted(), lambda rank: rank // sides.engine.tp % sides.engine.pp),
-            sample.workers,
+            workers,
             lambda rank: run_destination(fleet, rank, overlaps[rank], offers[sides.trainer.size + rank]),
             sides.engines,
         )
@@ -177,7 +165,7 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
             _kinds(
                 "trainer", [holder.layout for holder in fleet.holders], lambda rank: sides.trainer.coordinates(rank).pp
             ),
-            sample.workers,
+            workers,
             lambda rank: run_source(fleet, rank, orders[rank], offers[rank], scale),
         )
     grows = {step: scale if step in (Step.PLANNING, Step.LISTENING) else 1.0 for step in fleet.clock.seconds}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from etp.layout import ShardLayout
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.models.shard import ParamShard
 from megatron_patches.refit.source.live_memory import LiveTensor
@@ -23,26 +24,11 @@ _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..+)")
 _EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)|(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
-class RowLayout(Protocol):
-    """The part of ``etp.layout.ShardLayout`` that is needed here."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Logical shape of the TP-local weight."""
-
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
-        """Shape of one shard, padding included."""
-
-    def logical_range(self, rank: int) -> tuple[int, int]:
-        """Rows of the logical weight that shard ``rank`` holds."""
-
-
 @runtime_checkable
 class RowShardedWeight(Protocol):
     """A weight that holds one shard of its rows."""
 
-    layout: RowLayout
+    layout: ShardLayout
     group: ProcessGroup
 
 

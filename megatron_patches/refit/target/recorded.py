@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -85,22 +85,28 @@ class RecordedParameter:
     numel: int
 
 
-def recorded_manifest(
-    rank: int,
-    host: str,
-    parameters: Sequence[RecordedParameter],
-    copies: Sequence[CopyRecord],
-    fills: Sequence[FillRecord],
-    tensors: Mapping[str, TensorSpec],
-) -> Manifest:
+@dataclass
+class Recording:
+    """What a loader did.
+
+    Attributes:
+        parameters: the parameters that it wrote to.
+        copies: its copies, in order.
+        fills: its fills, in order.
+    """
+
+    parameters: list[RecordedParameter] = field(default_factory=list)
+    copies: list[CopyRecord] = field(default_factory=list)
+    fills: list[FillRecord] = field(default_factory=list)
+
+
+def recorded_manifest(rank: int, host: str, recording: Recording, tensors: Mapping[str, TensorSpec]) -> Manifest:
     """What an engine worker wants, derived from what its loader did.
 
     Args:
         rank: destination rank.
         host: name of its machine.
-        parameters: all parameters that were written.
-        copies: copies in the order in which they happened.
-        fills: fills in the order in which they happened.
+        recording: what the loader did.
         tensors: the model's tensors, by name.
 
     Raises:
@@ -109,9 +115,9 @@ def recorded_manifest(
     """
     # The last of several copies to one place counts: a loader may copy again, or change what it has copied.
     # A copy of no elements counts for nothing, such as that of a rank whose part of the vocabulary is all padding.
-    last = {(record.storage, record.write): record for record in copies if math.prod(record.write.shape)}
+    last = {(record.storage, record.write): record for record in recording.copies if math.prod(record.write.shape)}
     wanted: dict[Placement, None] = {}  # an ordered set, as a loader may copy the same elements again
-    arrivals = _Arrivals(parameters)
+    arrivals = _Arrivals(recording.parameters)
     by_parameter: dict[str, list[Placement]] = {}
     for record in last.values():
         spec = tensors[record.tensor]
@@ -121,9 +127,9 @@ def recorded_manifest(
                 by_parameter.setdefault(record.storage, []).append(placement)
             wanted[placement] = None
     filled: dict[str, list[FillRecord]] = {}
-    for fill in fills:
+    for fill in recording.fills:
         filled.setdefault(fill.storage, []).append(fill)
-    for parameter in parameters:
+    for parameter in recording.parameters:
         if parameter.name not in by_parameter:  # only padding
             arrivals.storage(parameter.name, parameter.dtype, ())
         _check_written(parameter, by_parameter.get(parameter.name, []), filled.get(parameter.name, []))
@@ -172,9 +178,9 @@ def _check_written(parameter: RecordedParameter, placements: Sequence[Placement]
 
 
 def _mark(seen: np.ndarray, view: View) -> None:
-    runs = contiguous_runs(view)
-    for start in runs.starts[0].tolist():
-        seen[start : start + runs.length] = 1
+    length, starts = contiguous_runs(view)
+    for start in starts.tolist():
+        seen[start : start + length] = 1
 
 
 def _placements(record: CopyRecord, spec: TensorSpec, storage: str) -> Iterator[Placement]:

@@ -1,6 +1,7 @@
 """An offline model of how vLLM 0.26.0 lays out its parameters, from a model's traits and the mesh alone.
 
-It is for planning without a running engine. A live refit uses the layout recorded from the engine's own loaders
+It is for planning without a running engine. What tensors a layer has is in the tables of the families in ``models``;
+here is how vLLM cuts, stacks and names them. A live refit uses the layout recorded from the engine's own loaders
 instead. If vLLM is installed, a test compares the two, for every family at TP 1, TP 2 and with whole experts on two
 ranks. The model describes weights before processing after loading, without quantization, with experts in consecutive
 blocks and no redundant ones.
@@ -40,6 +41,11 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
 from megatron_patches.refit.layout.conversion import CONVERT, ElementOp, Rule
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.models.deepseek_v3 import DeepseekV3Family
+from megatron_patches.refit.models.family import ModelFamily
+from megatron_patches.refit.models.llama import LlamaFamily
+from megatron_patches.refit.models.nemotron_h import NemotronHFamily
+from megatron_patches.refit.models.params import Weight
 from megatron_patches.refit.models.traits import ModelTraits
 from megatron_patches.refit.target.recorded import arrival_name
 
@@ -103,7 +109,7 @@ def engine_manifest(
     if not 0 <= rank < mesh.size:
         raise ValueError(f"there is no rank {rank} among {mesh.size}")
     _check_divides(traits, mesh)
-    layout = (_HybridLayout if traits.layer_kinds else _RankLayout)(traits, mesh, rank)
+    layout = _RankLayout(traits, mesh, rank)
     storages: list[Storage] = []
     wanted: list[Placement] = []
     for parameter, shape, slots, kept in layout.parameters():
@@ -166,110 +172,97 @@ class _RankLayout:
         self._tp = rank % mesh.tp
         self._pp = rank // mesh.tp % mesh.pp
         self._dp = rank // (mesh.tp * mesh.pp)
-
-    _first_projections: tuple[str, ...] = ("gate_proj", "up_proj")
+        kind = NemotronHFamily if traits.layer_kinds else DeepseekV3Family if traits.latent else LlamaFamily
+        self._family: ModelFamily = kind(traits)  # whose tables list the tensors of a layer
 
     def parameters(self) -> Iterator[_Parameter]:
-        t = self._t
-        first, last = self._pp == 0, self._pp == self._mesh.pp - 1
-        if first or (last and t.tied_embeddings):
-            yield self._table("model.embed_tokens.weight")
-        for layer in stage_layers(t.num_layers, self._mesh.pp, self._pp):
-            prefix = f"model.layers.{layer}."
-            yield self._whole(prefix + "input_layernorm.weight", (t.hidden_size,))
-            yield from (self._latent_attention if t.latent else self._attention)(prefix + "self_attn.")
-            yield self._whole(prefix + "post_attention_layernorm.weight", (t.hidden_size,))
-            if t.has_experts(layer):
-                yield from self._experts(prefix + "mlp.")
+        """All parameters, by the engine's names."""
+        for name, shape, slots, kept in self._by_tensor():
+            own = name.replace("backbone.", "model.").replace(".embeddings.", ".embed_tokens.")
+            if own.endswith(".A_log"):
+                own = own.removesuffix("_log")
+                yield own, shape, slots, _minus_exp(own)
             else:
-                yield from self._mlp(prefix + "mlp.", t.ffn_hidden_size)
+                yield own, shape, slots, kept
+
+    def _by_tensor(self) -> Iterator[_Parameter]:
+        """The parameters, with the checkpoint's prefixes."""
+        t, family = self._t, self._family
+        first, last = self._pp == 0, self._pp == self._mesh.pp - 1
+        tied = t.tied_embeddings and not t.layer_kinds  # a hybrid never ties them
+        if first or (last and tied):
+            yield self._table(family.embedding)
+        for layer in stage_layers(t.num_layers, self._mesh.pp, self._pp):
+            prefix = family.prefix(layer)
+            for weight in family.weights(layer, fused_norms=False):
+                yield from self._of_weight(prefix, weight)
+            if t.has_experts(layer):
+                yield from self._routed(prefix + family.feed_forward)
         if last:
-            yield self._whole("model.norm.weight", (t.hidden_size,))
-            if not t.tied_embeddings:
+            yield self._whole(family.norm, (t.hidden_size,))
+            if not tied:
                 yield self._table("lm_head.weight")
 
-    def _attention(self, prefix: str) -> Iterator[_Parameter]:
-        t, tp = self._t, self._mesh.tp
-        query, key = t.num_heads // tp * t.head_dim, max(1, t.num_kv_heads // tp) * t.head_dim
-        kv_rank = self._tp // max(1, tp // t.num_kv_heads)
-        for kind, tail, present in (("weight", (t.hidden_size,), True), ("bias", (), t.qkv_bias)):
-            if present:
-                slots = [
-                    _Slot(0, _rows(f"{prefix}q_proj.{kind}", self._tp * query, query, tail)),
-                    _Slot(query, _rows(f"{prefix}k_proj.{kind}", kv_rank * key, key, tail)),
-                    _Slot(query + key, _rows(f"{prefix}v_proj.{kind}", kv_rank * key, key, tail)),
-                ]
-                yield f"{prefix}qkv_proj.{kind}", (query + 2 * key, *tail), slots, None
-        yield self._columns(prefix + "o_proj.weight", t.hidden_size, query, self._tp)
-        if t.linear_bias:
-            yield self._whole(prefix + "o_proj.bias", (t.hidden_size,))
-        if t.qk_norm:
-            yield self._whole(prefix + "q_norm.weight", (t.head_dim,))
-            yield self._whole(prefix + "k_norm.weight", (t.head_dim,))
-
-    def _latent_attention(self, prefix: str) -> Iterator[_Parameter]:
-        t, latent, hidden = self._t, self._t.latent, self._t.hidden_size
-        if latent is None:
-            raise ValueError("the model has no multi-latent attention")
-        heads = t.num_heads // self._mesh.tp
-        query, key_value = heads * (latent.nope_dim + latent.rope_dim), heads * (latent.nope_dim + latent.v_dim)
-        kv_rows = latent.kv_rank + latent.rope_dim
-        kv_down = _rows(prefix + "kv_a_proj_with_mqa.weight", 0, kv_rows, (hidden,))
-        if latent.q_rank:
-            slots = [_Slot(0, _rows(prefix + "q_a_proj.weight", 0, latent.q_rank, (hidden,)))]
-            slots.append(_Slot(latent.q_rank, kv_down))
-            yield prefix + "fused_qkv_a_proj.weight", (latent.q_rank + kv_rows, hidden), slots, None
-            yield self._whole(prefix + "q_a_layernorm.weight", (latent.q_rank,))
-            yield self._part(prefix + "q_b_proj.weight", query, latent.q_rank)
+    def _of_weight(self, prefix: str, weight: Weight) -> Iterator[_Parameter]:
+        """What the engine makes of tensors that Megatron has in one parameter."""
+        t, mesh = self._t, self._mesh
+        tensors = {prefix + tensor: shape for tensor, shape in weight.tensors.items()}
+        name, shape = next(iter(tensors.items()))
+        whole = mesh.expert_parallel and mesh.tp > 1 and mesh.dp > 1 and ".shared_experts." in name
+        parts, part = (1, 0) if whole else (mesh.tp, self._tp)
+        if name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight")):
+            yield from self._latent_down(name, shape)
+        elif weight.dim is None:
+            yield *self._whole(name, shape)[:3], weight.dtype
+        elif weight.dim == 1:
+            columns = shape[1] // parts
+            yield name, (shape[0], columns), [_Slot(0, _column_box(name, shape[0], columns, part))], None
         else:
-            yield prefix + "kv_a_proj_with_mqa.weight", (kv_rows, hidden), [_Slot(0, kv_down)], None
-            yield self._part(prefix + "q_proj.weight", query, hidden)
-        yield self._whole(prefix + "kv_a_layernorm.weight", (latent.kv_rank,))
-        yield self._part(prefix + "kv_b_proj.weight", key_value, latent.kv_rank)
-        yield self._columns(prefix + "o_proj.weight", hidden, heads * latent.v_dim, self._tp)
+            slots, row = [], 0
+            for tensor, (rows, *_) in tensors.items():
+                # Heads of keys and values are repeated if there are more ranks.
+                times = max(1, parts // t.num_kv_heads) if re.search(r"\.[kv]_proj\.", tensor) else 1
+                start = 0
+                for size in self._blocks_of(tensor, rows):
+                    share = size * times // parts
+                    slots.append(_Slot(row, _rows(tensor, start + part // times * share, share, shape[1:])))
+                    row, start = row + share, start + size
+            if len(tensors) > 1:
+                name = name.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
+            yield name, (row, *shape[1:]), slots, None
 
-    def _mlp(self, prefix: str, width: int, whole: bool = False) -> Iterator[_Parameter]:
-        t = self._t
-        parts, part = (1, 0) if whole else (self._mesh.tp, self._tp)
-        rows = width // parts
-        for kind, tail, present in (("weight", (t.hidden_size,), True), ("bias", (), t.linear_bias)):
-            if present:
-                slots = [
-                    _Slot(0, _rows(f"{prefix}gate_proj.{kind}", part * rows, rows, tail)),
-                    _Slot(rows, _rows(f"{prefix}up_proj.{kind}", part * rows, rows, tail)),
-                ]
-                yield f"{prefix}gate_up_proj.{kind}", (2 * rows, *tail), slots, None
-        yield self._columns(prefix + "down_proj.weight", t.hidden_size, rows, part)
-        if t.linear_bias:
-            yield self._whole(prefix + "down_proj.bias", (t.hidden_size,))
+    def _blocks_of(self, tensor: str, rows: int) -> tuple[int, ...]:
+        """Rows of the consecutive blocks of a tensor of ``rows`` rows, of each of which a rank has its part."""
+        mamba = self._t.mamba
+        if mamba is None or ".mixer." not in tensor or not re.search(r"\.(in_proj|conv1d)\.", tensor):
+            return (rows,)
+        convolved = (mamba.inner, mamba.grouped, mamba.grouped)
+        return (mamba.inner, *convolved, mamba.heads) if ".in_proj." in tensor else convolved
 
-    def _experts(self, prefix: str) -> Iterator[_Parameter]:
-        """Experts divide the tensor- and data-parallel ranks of a stage as one group."""
-        t, hidden = self._t, self._t.hidden_size
+    def _latent_down(self, name: str, shape: tuple[int, ...]) -> Iterator[_Parameter]:
+        """The down projections of multi-latent attention, in one parameter, if the query has one, and whole."""
+        latent = self._t.latent
+        if latent is None or not latent.q_rank:
+            yield self._whole(name, shape)
+        elif name.endswith("q_a_proj.weight"):
+            key_value, rows = name.replace("q_a_proj", "kv_a_proj_with_mqa"), latent.kv_rank + latent.rope_dim
+            slots = [
+                _Slot(0, _rows(name, 0, shape[0], shape[1:])),
+                _Slot(shape[0], _rows(key_value, 0, rows, shape[1:])),
+            ]
+            yield name.replace("q_a_proj", "fused_qkv_a_proj"), (shape[0] + rows, *shape[1:]), slots, None
+
+    def _routed(self, prefix: str) -> Iterator[_Parameter]:
+        """Routed experts, which divide the tensor- and data-parallel ranks of a stage as one group."""
+        t, hidden = self._t, self._t.expert_hidden_size
         group, place = self._mesh.tp * self._mesh.dp, self._dp * self._mesh.tp + self._tp
         if self._mesh.expert_parallel:
             experts, parts, part = rank_experts(t.num_experts, group, place), 1, 0
         else:
             experts, parts, part = range(t.num_experts), group, place
+        first = ("gate_proj", "up_proj") if self._family.gated else ("up_proj",)
         width = t.moe_ffn_hidden_size // parts
-        yield self._whole(prefix + "gate.weight", (t.num_experts, hidden))
-        if t.router_bias:
-            name, shape, slots, _ = self._whole(prefix + "gate.e_score_correction_bias", (t.num_experts,))
-            yield name, shape, slots, "float32"
-        if t.moe_latent_size:
-            yield self._whole(prefix + "fc1_latent_proj.weight", (t.moe_latent_size, hidden))
-            yield self._whole(prefix + "fc2_latent_proj.weight", (hidden, t.moe_latent_size))
-        if t.shared_ffn_hidden_size:
-            mesh = self._mesh
-            whole = mesh.expert_parallel and mesh.tp > 1 and mesh.dp > 1
-            yield from self._mlp(prefix + "shared_experts.", t.shared_ffn_hidden_size, whole)
-        yield from self._routed(prefix, experts, width, part, self._first_projections)
-
-    def _routed(
-        self, prefix: str, experts: range, width: int, part: int, first: tuple[str, ...]
-    ) -> Iterator[_Parameter]:
-        """Weights of the routed experts. The first one stacks the projections ``first``."""
-        hidden, rows = self._t.expert_hidden_size, len(first) * width
+        rows = len(first) * width
         w13, w2 = [], []
         for local, expert in enumerate(experts):
             name = f"{prefix}experts.{expert}."
@@ -291,80 +284,6 @@ class _RankLayout:
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> _Parameter:
         return name, shape, [_Slot(0, Box(name, (0,) * len(shape), shape))], None
-
-    def _part(self, name: str, rows: int, columns: int) -> _Parameter:
-        """A column-parallel weight of which this rank has ``rows`` rows."""
-        return name, (rows, columns), [_Slot(0, _rows(name, self._tp * rows, rows, (columns,)))], None
-
-    def _columns(self, name: str, rows: int, columns: int, part: int) -> _Parameter:
-        return name, (rows, columns), [_Slot(0, _column_box(name, rows, columns, part))], None
-
-
-class _HybridLayout(_RankLayout):
-    """A hybrid: every layer has one mixer of its kind, and feed-forwards are not gated."""
-
-    _first_projections = ("up_proj",)
-
-    def parameters(self) -> Iterator[_Parameter]:
-        for name, shape, slots, kept in self._by_tensor():
-            own = name.replace("backbone.", "model.").replace(".embeddings.", ".embed_tokens.")
-            if own.endswith(".A_log"):
-                own = own.removesuffix("_log")
-                yield own, shape, slots, _minus_exp(own)
-            else:
-                yield own, shape, slots, kept
-
-    def _by_tensor(self) -> Iterator[_Parameter]:
-        """The parameters, with the checkpoint's prefix."""
-        t = self._t
-        first, last = self._pp == 0, self._pp == self._mesh.pp - 1
-        kinds = {"mamba": self._mamba, "attention": self._attention, "experts": self._experts}
-        if first:
-            yield self._table("backbone.embeddings.weight")
-        for layer in stage_layers(t.num_layers, self._mesh.pp, self._pp):
-            prefix, kind = f"backbone.layers.{layer}.", t.layer_kinds[layer]
-            yield self._whole(prefix + "norm.weight", (t.hidden_size,))
-            if kind == "mlp":
-                yield from self._mlp(prefix + "mixer.", t.ffn_hidden_size)
-            else:
-                yield from kinds[kind](prefix + "mixer.")
-        if last:
-            yield self._whole("backbone.norm_f.weight", (t.hidden_size,))
-            yield self._table("lm_head.weight")  # never tied
-
-    def _mlp(self, prefix: str, width: int, whole: bool = False) -> Iterator[_Parameter]:
-        parts, part = (1, 0) if whole else (self._mesh.tp, self._tp)
-        rows, hidden = width // parts, self._t.hidden_size
-        yield (
-            prefix + "up_proj.weight",
-            (rows, hidden),
-            [_Slot(0, _rows(prefix + "up_proj.weight", part * rows, rows, (hidden,)))],
-            None,
-        )
-        yield self._columns(prefix + "down_proj.weight", hidden, rows, part)
-
-    def _mamba(self, prefix: str) -> Iterator[_Parameter]:
-        mamba, hidden, tp = self._t.mamba, self._t.hidden_size, self._mesh.tp
-        if mamba is None:
-            raise ValueError("the model has no Mamba layers")
-        inputs = (mamba.inner, mamba.inner, mamba.grouped, mamba.grouped, mamba.heads)
-        convolved = (mamba.inner, mamba.grouped, mamba.grouped)
-        yield self._blocks(prefix + "in_proj.weight", inputs, (hidden,))
-        yield self._blocks(prefix + "conv1d.weight", convolved, (1, mamba.kernel))
-        yield self._blocks(prefix + "conv1d.bias", convolved, ())
-        for name in ("A_log", "D", "dt_bias"):
-            yield self._blocks(prefix + name, (mamba.heads,), ())
-        yield self._blocks(prefix + "norm.weight", (mamba.inner,), ())
-        yield self._columns(prefix + "out_proj.weight", hidden, mamba.inner // tp, self._tp)
-
-    def _blocks(self, name: str, sizes: tuple[int, ...], tail: tuple[int, ...]) -> _Parameter:
-        """Consecutive blocks of rows of the tensor; a rank has its part of each."""
-        slots, row, start = [], 0, 0
-        for size in sizes:
-            share = size // self._mesh.tp
-            slots.append(_Slot(row, _rows(name, start + self._tp * share, share, tail)))
-            row, start = row + share, start + size
-        return name, (row, *tail), slots, None
 
 
 def _rows(name: str, start: int, rows: int, tail: tuple[int, ...]) -> Box:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel
-from megatron_patches.refit.command import fail, is_first
+from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel, positive
+from megatron_patches.refit.command import is_first, run_together
 from megatron_patches.refit.control.exchange import default_exchange, on_first
 from megatron_patches.refit.control.http_calls import HttpCalls
 from megatron_patches.refit.errors import ModelMismatchError, RefitError
-from megatron_patches.refit.progress import Progress, shown_progress
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.tools import push_command
-from megatron_patches.refit.tools.scoring import log_probabilities
 from megatron_patches.refit.trainer import push_flags
 
 
@@ -73,13 +72,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     push_command.add_push_options(check, "checking")
     check.add_argument(
-        "--samples", type=_positive, default=16, metavar="N", help="of each server; %(default)s by default"
+        "--samples", type=positive, default=16, metavar="N", help="of each server; %(default)s by default"
     )
     check.add_argument(
-        "--prompt-tokens", type=_positive, default=8, metavar="N", help="in a prompt; %(default)s by default"
+        "--prompt-tokens", type=positive, default=8, metavar="N", help="in a prompt; %(default)s by default"
     )
     check.add_argument(
-        "--answer-tokens", type=_positive, default=32, metavar="N", help="in an answer; %(default)s by default"
+        "--answer-tokens", type=positive, default=32, metavar="N", help="in an answer; %(default)s by default"
     )
     check.add_argument("--seed", type=int, default=1, help="of prompts and samples; %(default)s by default")
     check.add_argument(
@@ -94,24 +93,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    first = is_first()
-    try:
-        with shown_progress(first) as progress:
-            found = _check(options, progress)
-        if first:
-            Console().print(_table(found))
-        for url, (_, after) in found.items():
-            if not after.kl <= options.most_kl:
-                raise ModelMismatchError(
-                    f"KL({url} || trainer) is {after.kl:.2g} after the push, more than --most-kl {options.most_kl:g}; "
-                    "the weights arrived bit for bit, so the two compute another model from them: compare their "
-                    "configurations and kernels"
-                )
-    except (RefitError, ValueError) as error:
-        return fail(error, speaks=first, leads=first)
-    if first:
-        sys.stdout.write(f"trainer and {len(found)} engine(s) agree\n")
-    return 0
+    return run_together(lambda progress: _compared(options, progress), (RefitError, ValueError))
+
+
+def _compared(options: argparse.Namespace, progress: Progress) -> str:
+    """Prints how far each engine agrees with the trainer. Returns that they do, in words.
+
+    Raises:
+        ModelMismatchError: if one does not.
+    """
+    found = _check(options, progress)
+    if is_first():
+        Console().print(_table(found))
+    for url, (_, after) in found.items():
+        if not after.kl <= options.most_kl:
+            raise ModelMismatchError(
+                f"KL({url} || trainer) is {after.kl:.2g} after the push, more than --most-kl {options.most_kl:g}; "
+                "the weights arrived bit for bit, so the two compute another model from them: compare their "
+                "configurations and kernels"
+            )
+    return f"trainer and {len(found)} engine(s) agree"
 
 
 def _check(options: argparse.Namespace, progress: Progress) -> dict[str, tuple[Agreement, Agreement]]:
@@ -195,7 +196,50 @@ def _table(found: dict[str, tuple[Agreement, Agreement]]) -> Table:
     return table
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
+def log_probabilities(chunks: list[torch.nn.Module], tokens: torch.Tensor) -> torch.Tensor | None:
+    """Log-probability of each token after the first. Collective over the model's ranks.
+
+    Args:
+        chunks: this rank's part of the model, one module per virtual pipeline stage.
+        tokens: ``[sequences, length]``, int64, equal on all ranks. With a virtual pipeline, the number of sequences
+            must be a multiple of the number of stages.
+
+    Returns:
+        ``[sequences, length - 1]``, float32; None on ranks that do not have the end of the model.
+
+    Raises:
+        RefitError: if Megatron cannot run the model here.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    device = next(chunks[0].parameters()).device
+    inputs, labels = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+    positions = torch.arange(inputs.shape[1], device=device)[None]
+
+    def step(numbers: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        number = next(numbers)
+        one = slice(number, number + 1)
+        losses: torch.Tensor = model(inputs[one], positions, None, labels=labels[one])
+        return losses, lambda output, non_loss_data: output  # noqa: ARG005 - Megatron names it
+
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            outputs: list[torch.Tensor] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(range(len(inputs))) for _ in chunks],
+                model=chunks,
+                num_microbatches=len(inputs),
+                seq_length=inputs.shape[1],
+                micro_batch_size=1,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+    except (NotImplementedError, AssertionError) as error:
+        raise RefitError(f"Megatron cannot run this model here: {error or type(error).__name__}") from error
+    finally:
+        for chunk, mode in zip(chunks, modes, strict=True):
+            chunk.train(mode)
+    return -torch.cat(outputs).float().cpu() if outputs else None

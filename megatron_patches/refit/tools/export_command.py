@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_patches.refit.checkpoints import checkpoint_model
 from megatron_patches.refit.checkpoints.checkpoint_dir import CheckpointDirectory
 from megatron_patches.refit.checkpoints.export import ExportOptions, export_checkpoint
+from megatron_patches.refit.checkpoints.megatron_checkpoint import find_iteration
 from megatron_patches.refit.command import is_first, run_together
 from megatron_patches.refit.errors import ExportError
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES
@@ -63,12 +64,12 @@ def _export(options: argparse.Namespace, progress: Progress) -> str:
         )
     except ValueError as error:
         raise ExportError(str(error)) from error
-    directory = checkpoint_model.directory_of(options)
+    find_iteration(options.load, options.iteration)  # before a folder is made
     probe = CheckpointDirectory(options.output, f"probe-{os.getpid()}", options.overwrite)
     if is_first():  # before minutes of loading
         probe.create()
         probe.discard()
-    with checkpoint_model.loaded(options, directory, progress, how.check_tokens) as found:
+    with checkpoint_model.loaded(options, progress, how.check_tokens) as found:
         report = export_checkpoint(
             found.chunks, options.output, vocab_size=found.vocab_size, options=how, progress=progress
         )

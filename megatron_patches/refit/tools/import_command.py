@@ -12,9 +12,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks
+from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks, refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_model import minutes, patch_megatron
-from megatron_patches.refit.checkpoints.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.checkpoints.hf_flags import flags_of
 from megatron_patches.refit.checkpoints.load_hf import load_hf_checkpoint

@@ -18,11 +18,18 @@ from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, Plan
 from megatron_patches.refit.planning.proof import Verdict, prove
 from megatron_patches.refit.progress import Phases, Progress, shown_progress
-from megatron_patches.refit.simulation.cluster import Cluster, Hosts, Sides, describe_cluster, engine_mesh, trainer_mesh
-from megatron_patches.refit.simulation.live_refusals import check_live
+from megatron_patches.refit.simulation.cluster import (
+    Cluster,
+    Hosts,
+    Sides,
+    describe_cluster,
+    engine_mesh,
+    sample_layers,
+    trainer_mesh,
+)
+from megatron_patches.refit.simulation.models import check_live
 from megatron_patches.refit.simulation.oracle import memory_needed, verify_in_memory
-from megatron_patches.refit.simulation.report import LinkSpeeds, Traffic, traffic_of
-from megatron_patches.refit.simulation.sampling import sample_layers
+from megatron_patches.refit.simulation.report import Traffic, traffic_of
 from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 
@@ -160,7 +167,6 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
         raise RefitError(
             f"--staging is {options.staging}; a packet must hold one element of {MOST_ELEMENT_BYTES} bytes"
         )
-    speeds = LinkSpeeds(within_host=options.within_host, between_hosts=options.between_hosts)
     config = read_config(options.model)
     family = family_from_config(config)
     check_live(config, family.architecture)
@@ -182,7 +188,13 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
         engine=asdict(engine),
         cluster=cluster,
         plan=plan,
-        traffic=traffic_of(plan, cluster.sources, cluster.destinations, speeds),
+        traffic=traffic_of(
+            plan,
+            cluster.sources,
+            cluster.destinations,
+            within_host=options.within_host,
+            between_hosts=options.between_hosts,
+        ),
         verdict=verdict,
         comparison=comparison,
         seconds=phases.seconds,
@@ -216,10 +228,10 @@ def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mappi
     needed = memory_needed(cluster.tensors, cluster.sources, cluster.destinations)
     layers: dict[str, int] = {}
     if needed > options.max_memory:
-        sample = sample_layers(cluster, options.max_memory, options.seed)
-        cluster, plan = sample.cluster, sample.cluster.plan(DEFAULT_OPTIONS)
+        cluster, count, of = sample_layers(cluster, options.max_memory, options.seed)
+        plan = cluster.plan(DEFAULT_OPTIONS)
         prove(plan, cluster.sources, cluster.destinations)
-        layers = {"layers": sample.layers, "of_layers": sample.of}
+        layers = {"layers": count, "of_layers": of}
     compared = verify_in_memory(plan, cluster.sources, cluster.destinations, options.seed, options.staging)
     return {**asdict(compared), **layers}
 

@@ -68,10 +68,10 @@ def session_of(options: argparse.Namespace, progress: Progress) -> Iterator[tupl
         RefitError: if the checkpoint cannot be loaded.
         ValueError: if an option is out of range.
     """
-    directory, timeout_s = checkpoint_model.directory_of(options), options.timeout_minutes * 60
+    timeout_s = options.timeout_minutes * 60
     settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
     engines = http_engines(options.engines, timeout_s, push_flags.credentials_from(options))
-    with checkpoint_model.loaded(options, directory, progress) as found:
+    with checkpoint_model.loaded(options, progress) as found:
         engines = engines if is_first() else []
         with closing(RefitSession(found.chunks, engines, vocab_size=found.vocab_size, options=settings)) as session:
             yield session, found

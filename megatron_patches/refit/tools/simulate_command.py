@@ -16,9 +16,8 @@ from megatron_patches.refit.models.config_traits import dtype_of, family_from_co
 from megatron_patches.refit.models.offline import TrainerOptions
 from megatron_patches.refit.progress import Progress, shown_progress
 from megatron_patches.refit.simulation.cluster import Sides
-from megatron_patches.refit.simulation.live_refusals import check_live
-from megatron_patches.refit.simulation.models import MODELS, known_config
-from megatron_patches.refit.simulation.simulate import SampleSize, SimulatedFanOut, Simulation, WorkerKind, simulate
+from megatron_patches.refit.simulation.models import MODELS, check_live, known_config
+from megatron_patches.refit.simulation.simulate import SimulatedFanOut, Simulation, WorkerKind, simulate
 from megatron_patches.refit.size_text import parse_size, size_text
 from megatron_patches.refit.tools.plan_command import add_cluster_options, cluster_from, of_flag, table_of
 
@@ -107,7 +106,11 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     family = family_from_config(config)
     check_live(config, family.architecture)
     trainer, engine, hosts = cluster_from(options)
-    sample = of_flag("--workers, --requests", lambda: SampleSize(workers=options.workers, requests=options.requests))
+    if options.workers < 1 or options.requests < 1:
+        raise RefitError(
+            f"--workers, --requests: a sample of {options.workers} workers and requests of {options.requests}; at "
+            "least one of each"
+        )
     sides = of_flag(
         "--engines",
         lambda: Sides(
@@ -122,7 +125,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     replicas = options.engines if options.replicas is None else options.replicas
     if replicas < 1:
         raise RefitError(f"--replicas is {replicas}; a version gets to one engine at least")
-    return sides, simulate(sides, sample, replicas, options.between_hosts, progress)
+    return sides, simulate(sides, options.workers, options.requests, replicas, options.between_hosts, progress)
 
 
 def targets_of(options: argparse.Namespace, found: Simulation) -> list[Limit]:

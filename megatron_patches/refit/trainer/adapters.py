@@ -1,7 +1,7 @@
 """Publishes versions of a LoRA adapter to running engines, beside the weights that they serve.
 
 Most of it is :class:`megatron_patches.refit.trainer.publisher.WeightPublisher`: an adapter is a few more tensors to
-move, and what engines do with them is in :mod:`megatron_patches.refit.trainer.adapter_engine`.
+move, and what engines do with them is in :mod:`megatron_patches.refit.trainer.engine_client`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.source.adapter import AdapterSource
-from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
-from megatron_patches.refit.trainer.engine_client import EngineClient
+from megatron_patches.refit.trainer.engine_client import AdapterEngine, EngineClient
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
 from megatron_patches.refit.trainer.push_options import RefitOptions
@@ -88,7 +87,7 @@ class AdapterPublisher(WeightPublisher):
 
         Args:
             engine: URL of a vLLM server that was started with ``--enable-lora`` and a guard. Or any engine client
-                that is an :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer` too, and that no other
+                that is an :class:`megatron_patches.refit.trainer.engine_client.AdapterServer` too, and that no other
                 publisher uses, such as a ``LocalEngine(llm)`` of its own.
         """
         client = HttpEngine(engine, self._options.timeout_s) if isinstance(engine, str) else engine

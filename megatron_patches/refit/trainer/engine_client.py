@@ -5,6 +5,12 @@ weights in host memory, at level 2 nowhere. It answers no request until both are
 it: it wakes the weights first, and the KV cache once the workers serve the version. If the version fails, the cache
 stays asleep, because the weights may be of no version. vLLM 0.26.0 can put an engine to sleep only if it is wholly
 awake, and waking everything would map a second time what is awake already.
+
+[Note: adapter versions] For vLLM, version 7 of the adapter ``math`` is a model of its own, ``math@7``: requests name
+it, and it has its own cache entries. So adding a version disturbs nothing: no request waits, older versions answer
+until they are dropped, and requests that run on a version when it is dropped finish on it. vLLM loads an adapter from
+a folder, and may load it again at any later step if it had to evict it. So workers write each version that they have
+verified into a folder of its own, and remove the folder once neither a name nor a request refers to the version.
 """
 
 from __future__ import annotations
@@ -12,7 +18,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+from megatron_patches.refit.control.adapter_names import session_folder, version_name
 
 
 class PauseMode(StrEnum):
@@ -115,11 +124,11 @@ class PassedEngine(ABC):
 
     Args:
         name: name for messages and reports.
-        workers: number of its workers.
+        workers: number of its workers, unless a subclass asks the engine for it.
         admits: whether nobody else makes its workers admit the trainer. Anyone who can call it can do anything with it.
     """
 
-    def __init__(self, name: str, workers: int, *, admits: bool = True) -> None:
+    def __init__(self, name: str, workers: int = 0, *, admits: bool = True) -> None:
         self.name, self._workers, self._admits = name, workers, admits
         self._joined = Joined()
 
@@ -160,3 +169,69 @@ class PassedEngine(ABC):
 
     def _empty_caches(self) -> None:  # noqa: B027 - as above
         """Empties the prefix caches, where there is a call for it."""
+
+
+@runtime_checkable
+class AdapterServer(Protocol):
+    """An engine that serves adapters: a :class:`~megatron_patches.refit.EngineClient` with more."""
+
+    def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
+        """Makes vLLM serve a version, and drops the oldest ones beyond ``keep``.
+
+        Args:
+            adapter: name of the adapter.
+            version: number of the version, whose files all workers have written.
+            folder: where they are.
+            keep: how many versions requests may name.
+
+        Returns:
+            The versions of the adapter to which a name or a request still refers; empty if that is unknown.
+
+        Raises:
+            RefitError: if vLLM does not serve the version; nothing was dropped then.
+        """
+
+
+class AdapterEngine(PassedEngine):
+    """One engine, for versions of one adapter. It is never paused; see [Note: adapter versions].
+
+    Args:
+        engine: the engine, with the methods of :class:`AdapterServer`.
+        adapter: name of the adapter.
+        keep: how many versions requests may name.
+        folder: folder on the engine's hosts for the versions' files.
+
+    Attributes:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: EngineClient, adapter: str, keep: int, folder: str) -> None:
+        if not isinstance(engine, AdapterServer):
+            raise TypeError(f"{engine.name} is a {type(engine).__name__}, which has no method add_adapter")
+        super().__init__(engine.name)
+        self.engine = engine
+        self._server: AdapterServer = engine
+        self._adapter, self._keep, self._folder = adapter, keep, folder
+
+    def world_size(self) -> int:
+        """See :class:`megatron_patches.refit.EngineClient`."""
+        return self.engine.world_size()
+
+    def check_up(self) -> None:
+        """See :class:`megatron_patches.refit.EngineClient`."""
+        self.engine.check_up()
+
+    def add(self, version: int) -> None:
+        """Makes the engine serve a version whose files are in their final folder, and drops older versions.
+
+        Raises:
+            RefitError: if the engine does not serve the version.
+        """
+        folder = session_folder(self._folder, self._joined.token) / version_name(self._adapter, version)
+        used = self._server.add_adapter(self._adapter, version, folder, self._keep)
+        if used:
+            self.call({"call": "keep", "versions": used})
+
+    def _tell(self, call: dict[str, Any]) -> None:
+        folder = {"folder": self._folder} if call["call"] == "join" else {}
+        self.engine.call({**call, **folder, "adapter": self._adapter})

@@ -14,11 +14,17 @@ from megatron_patches.refit.control.messages import Invitation, Step
 from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.parties.registry import Registry
-from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
-from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode, Sleeper, SleepMode, VersionKeeper
+from megatron_patches.refit.parties.terms import MemoryMode
+from megatron_patches.refit.trainer.engine_client import (
+    AdapterEngine,
+    EngineClient,
+    PauseMode,
+    Sleeper,
+    SleepMode,
+    VersionKeeper,
+)
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.transports.base import AUTO
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)

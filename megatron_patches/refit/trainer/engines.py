@@ -23,7 +23,7 @@ from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.http_calls import HttpCalls, NotFoundError, NotShownError
 from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME, ServerLease
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.trainer.engine_client import EngineClient, Joined, PauseMode
+from megatron_patches.refit.trainer.engine_client import EngineClient, Joined, PassedEngine, PauseMode
 
 _EMPTYING_S = 10.0  # for users of the prefix cache, such as a KV connector's transfer, to end
 _RETRY_S = 0.25
@@ -143,7 +143,7 @@ class HttpEngine:
         self._http.call("POST", f"sleep?level=1&mode={PauseMode.KEEP.value}")
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`."""
         asked = {"adapter": adapter, "version": version, "folder": str(folder), "keep": keep}
         try:
             answer = self._http.call("POST", ADAPTER_ROUTE, asked)
@@ -216,18 +216,16 @@ def _identity(engine: EngineClient) -> tuple[str, int]:
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)
 
 
-class LocalEngine:
+class LocalEngine(PassedEngine):
     """A vLLM ``LLM`` object in this process, made with ``weight_transfer_config={"backend": "etp"}``.
 
     Args:
         llm: the object.
     """
 
-    name = "the engine in this process"
-
     def __init__(self, llm: Any) -> None:
+        super().__init__("the engine in this process")
         self._llm = llm
-        self._joined = Joined()
         self._adapters: dict[str, Any] = {}  # requests for versions of adapters, by name, in the order of their adding
 
     def world_size(self) -> int:
@@ -240,20 +238,11 @@ class LocalEngine:
             )
         return int(parallel.world_size_across_dp)
 
-    def check_up(self) -> None:
-        """Does nothing: the engine is in this process."""
-
-    def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`EngineClient`."""
-        self.call({"call": "commit", "version": version})
-        if reset_cache:
-            self._empty_caches()
-
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`. The owner of the object may do anything with it, so ``join`` is admitted first."""
         if call["call"] == "join":
-            self._llm.init_weight_transfer_engine({"init_info": {"call": "admit"}})
-        self._llm.init_weight_transfer_engine({"init_info": self._joined.told(call)})
+            self._tell({"call": "admit"})
+        super().call(call)
 
     def set_weight_version(self, version: int) -> None:
         """See :class:`~megatron_patches.refit.trainer.engine_client.VersionKeeper`."""
@@ -261,7 +250,7 @@ class LocalEngine:
             self._llm.update_weight_version(str(version))
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
-        """See :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
+        """See :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`."""
         from vllm.lora.request import LoRARequest
 
         name, engine = version_name(adapter, version), self._llm.llm_engine
@@ -293,11 +282,6 @@ class LocalEngine:
         if mode is PauseMode.KEEP:  # as a server's /pause does in this mode
             self._empty_caches()
 
-    def resume(self, *, reset_cache: bool) -> None:
-        """See :class:`EngineClient`."""
-        if reset_cache:
-            self._empty_caches()
-
     def is_sleeping(self) -> bool:
         """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         return bool(self._llm.llm_engine.is_sleeping())
@@ -309,6 +293,9 @@ class LocalEngine:
     def sleep(self) -> None:
         """See :class:`~megatron_patches.refit.trainer.engine_client.Sleeper`."""
         self._llm.sleep(1, mode=PauseMode.KEEP.value)
+
+    def _tell(self, call: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": call})
 
     def _empty_caches(self) -> None:
         """Empties the prefix caches, including those of KV connectors.

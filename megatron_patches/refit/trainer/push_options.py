@@ -12,10 +12,9 @@ from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
 from megatron_patches.refit.trainer.engine_client import PauseMode, SleepMode
 from megatron_patches.refit.transports.base import TransportName, named_transport
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.transports.nics import AUTO_NICS, parse_nics
 
 _LEAST_STAGING_BYTES = 4096

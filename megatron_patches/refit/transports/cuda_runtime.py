@@ -20,8 +20,7 @@ import torch
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory.device_port import DeviceWork
 from megatron_patches.refit.memory.ports import Bits, Memory, Payload, Pending
-from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
-from megatron_patches.refit.transports.cuda_vmm import CudaVmm
+from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, CudaVmm, Fetch, MappedRow
 from megatron_patches.refit.transports.direct_copies import Int64s, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE

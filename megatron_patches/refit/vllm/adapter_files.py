@@ -24,23 +24,12 @@ from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import RefitError, StaleVersionError
 
 
-@dataclass(frozen=True)
-class Factors:
-    """What one module adds to its output: ``scale * B @ A`` times its input.
+def tensors_of_peft(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Both factors of each module, A of shape [rank, inputs] and B of shape [outputs, rank], which has the scale in it.
 
-    Attributes:
-        a: factor A, of shape [rank, inputs].
-        b: factor B, of shape [outputs, rank].
-        scale: the scale.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-
-
-def factors_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Factors]:
-    """The factors of each module, by the beginning of the tensors' names.
+    Args:
+        tensors: an adapter's tensors; see [Note: adapter tensors].
+        dtype: type in which vLLM computes with adapters.
 
     Raises:
         RefitError: naming a module whose scale is not a finite number.
@@ -52,25 +41,17 @@ def factors_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Factors]:
         module = name.removesuffix(SCALE)
         if not torch.isfinite(scale).all():
             raise RefitError(f"the scale of {module} is {scale.item()}; it must be a finite number")
-        found[module] = Factors(tensors[module + FACTOR_A], tensors[module + FACTOR_B], float(scale.item()))
+        found[module + FACTOR_A] = tensors[module + FACTOR_A].to(dtype)
+        found[module + FACTOR_B] = tensors[module + FACTOR_B].to(dtype) * float(scale.item())
     return found
 
 
-def write_adapter(folder: Path, factors: Mapping[str, Factors], dtype: torch.dtype) -> None:
-    """Writes an adapter.
-
-    Args:
-        folder: an empty folder.
-        factors: by module, whose name begins with PEFT's prefix.
-        dtype: type in which vLLM computes with adapters.
-    """
-    tensors = {}
-    for module, one in factors.items():
-        tensors[module + FACTOR_A] = one.a.to(dtype)
-        tensors[module + FACTOR_B] = one.b.to(dtype) * one.scale
+def write_adapter(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes an adapter, from :func:`tensors_of_peft`, to an empty folder."""
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    rank = max(one.a.shape[0] for one in factors.values())
-    targets = sorted({module.rpartition(".")[2] for module in factors})
+    firsts = {name.removesuffix(FACTOR_A): tensor for name, tensor in tensors.items() if name.endswith(FACTOR_A)}
+    rank = max(tensor.shape[0] for tensor in firsts.values())
+    targets = sorted({module.rpartition(".")[2] for module in firsts})
     # With alpha equal to the rank, vLLM's scale is 1.
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -137,16 +118,14 @@ class StagedAdapter:
         session: folder of the session.
         adapter: name of the adapter.
         version: number of the version.
-        factors: factors of each module.
-        dtype: type in which vLLM computes with adapters.
+        tensors: factors of each module, from :func:`tensors_of_peft`.
     """
 
     files: AdapterFiles
     session: Path
     adapter: str
     version: int
-    factors: Mapping[str, Factors]
-    dtype: torch.dtype
+    tensors: dict[str, torch.Tensor]
 
     def write(self) -> None:
         """Writes the files, beside their final place.
@@ -158,7 +137,7 @@ class StagedAdapter:
             _make_private(self.session)
             _drop(self._draft)
             self._draft.mkdir(mode=0o700)
-            write_adapter(self._draft, self.factors, self.dtype)
+            write_adapter(self._draft, self.tensors)
         except (OSError, SafetensorError) as error:
             _drop(self._draft)
             raise RefitError(

@@ -5,10 +5,10 @@ sends ``admit``. The trainer sends ``join`` and ``record`` once per session, the
 ``commit``, or ``abandon``. With fan-out, ``meet`` lets the workers agree with other engines on how a version comes from
 them, before ``receive``, and ``relay`` makes those engines send what they serve. The server sends ``leave`` once it no
 longer hears from the trainer. Calls that name an adapter are passed to its own session
-(:mod:`megatron_patches.refit.vllm.adapters`). Calls do not raise: if an engine has several workers, an exception in one
-leaves the answers of the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0 and 0.32.0), so that every later
-call gets the answer to an earlier one. Workers report results at the trainer's rendezvous and in the log. Calls raise
-only if old weights cannot be restored, because the engine must not continue then.
+(:mod:`megatron_patches.refit.vllm.adapter_session`). Calls do not raise: if an engine has several workers, an exception
+in one leaves the answers of the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0 and 0.32.0), so that
+every later call gets the answer to an earlier one. Workers report results at the trainer's rendezvous and in the log.
+Calls raise only if old weights cannot be restored, because the engine must not continue then.
 
 [Note: contract] A trainer of vLLM's own contract sends ``receive`` through ``update_weights``, within
 ``start_weight_update`` and ``finish_weight_update``. All else, ``commit`` included, comes as above: vLLM labels the
@@ -31,11 +31,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from megatron_patches.refit.control.messages import Standing, State, StateLog
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
 from megatron_patches.refit.vllm import patches
-from megatron_patches.refit.vllm.adapters import Adapters
+from megatron_patches.refit.vllm.adapter_session import Adapters
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
-from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
 from megatron_patches.refit.vllm.joining import Joining
-from megatron_patches.refit.vllm.refit_call import RefitCall, read_call
+from megatron_patches.refit.vllm.refit_call import UNGUARDED, RefitCall, read_call, settings_of
 from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSession
 

@@ -15,7 +15,7 @@ It also grants leases, so that no server waits for ever for a trainer that has p
 it too.
 
 Workers join no trainer until their server's guard has admitted it. See
-:class:`megatron_patches.refit.vllm.engine_settings.EngineSettings` for running without a guard.
+:class:`megatron_patches.refit.vllm.refit_call.EngineSettings` for running without a guard.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _marked(send: Send) -> Send:
 
 
 class _NewVersion(msgspec.Struct, forbid_unknown_fields=True):
-    """The content of a request; see :class:`megatron_patches.refit.trainer.adapter_engine.AdapterServer`."""
+    """The content of a request; see :class:`megatron_patches.refit.trainer.engine_client.AdapterServer`."""
 
     adapter: Annotated[str, Meta(pattern=rf"^{ADAPTER_NAME}\Z")]
     version: Annotated[int, Meta(ge=0)]

@@ -14,10 +14,10 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.frames import Patience
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import (
     check_all_loaded,
@@ -26,7 +26,6 @@ from megatron_patches.refit.vllm.engine_refusals import (
     check_options,
     wanted_parameters,
 )
-from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.kv_scales import with_kv_scales
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
@@ -36,6 +35,7 @@ from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.reload import loader_form, without_adapter_layers
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
+from megatron_patches.refit.vllm.version_memory import InPlace
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel, WorkerLayout, WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -180,9 +180,7 @@ def describe_layout(model: Model, serving: ServingModel, memory: MemoryMode, pay
         parameters = wanted_parameters(serving.model)
     check_all_loaded(serving.model, parameters, {parameter.name for parameter in recording.parameters})
     by_name = {spec.name: spec for spec in weights}
-    manifest = recorded_manifest(
-        serving.worker, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
-    )
+    manifest = recorded_manifest(serving.worker, socket.gethostname(), recording, by_name)
     manifest = with_kv_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None

@@ -18,7 +18,8 @@ from megatron_patches.refit.layout.boxes import Box, TensorSpec
 from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES, are_encoded_apart
 from megatron_patches.refit.layout.manifest import Manifest, Placement
 from megatron_patches.refit.layout.weight_format import BLOCK, QUANTIZED, blocks_of, is_scale, scales_of
-from megatron_patches.refit.vllm.recording import Recording, record_loading
+from megatron_patches.refit.target.recorded import Recording
+from megatron_patches.refit.vllm.recording import record_loading
 
 _ANY_SCALE = re.compile(r"(.+\.weight)_scale.*")
 

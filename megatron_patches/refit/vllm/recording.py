@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,26 +25,11 @@ from torch.utils._pytree import tree_leaves
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.conversion import CONVERT, ElementOp
-from megatron_patches.refit.target.recorded import CopyRecord, FillRecord, RecordedParameter, Strided
+from megatron_patches.refit.target.recorded import CopyRecord, FillRecord, RecordedParameter, Recording, Strided
 
 _aten = torch.ops.aten
 # Operations that copy elements to new memory without changing their place or value.
 _SAME_ELEMENTS = frozenset({_aten._to_copy.default, _aten.clone.default})
-
-
-@dataclass
-class Recording:
-    """What a loader did.
-
-    Attributes:
-        parameters: the parameters that it wrote to.
-        copies: its copies, in order.
-        fills: its fills, in order.
-    """
-
-    parameters: list[RecordedParameter] = field(default_factory=list)
-    copies: list[CopyRecord] = field(default_factory=list)
-    fills: list[FillRecord] = field(default_factory=list)
 
 
 def record_loading(load: Any, parameters: Mapping[str, torch.Tensor], tensors: Iterable[TensorSpec]) -> Recording:

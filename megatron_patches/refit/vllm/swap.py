@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 
 ROOM_BYTES = 64 << 20
-_ALIGNMENT = 256
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Serving memory and its new content, of the same shape and dtype."""
@@ -133,12 +132,12 @@ class Swap:
     ) -> None:
         made, given = ([pair for pair in some if pair[0].numel() and not same_memory(*pair)] for some in (pairs, plain))
         exchanged, self._copied = _sort(made, users or Users(), given)
-        self.copied_bytes = sum(old.numel() * old.element_size() for old, _ in self._copied)
+        self.copied_bytes = sum(old.nbytes for old, _ in self._copied)
         by_kernel, by_pieces = _by_kernel(exchanged, kernels)
         self._of_kernel = [pair for pairs in by_kernel.values() for pair in pairs]  # kept: steps know only addresses
-        self._steps: list[_Step] = [
-            _Group(pieces, places) for pieces, places in _grouped(by_pieces, room_bytes, _Rooms(room_bytes))
-        ]
+        rooms = _Rooms(room_bytes)
+        pieces = (piece for pair in by_pieces for piece in _cut(*pair, room_bytes))
+        self._steps: list[_Step] = [_Piece(old, new, rooms.place(old)) for old, new in pieces]
         self._steps += [_exchange_of(device, pairs) for device, pairs in by_kernel.items()]
         self._kept: list[Pair] = []
 
@@ -177,30 +176,29 @@ class _Step(Protocol):
         """Restores the old content, as far as it was replaced."""
 
 
-class _Group:
-    """Pieces that are swapped together.
+class _Piece:
+    """A piece that is swapped through a buffer.
 
     Args:
-        pieces: pieces of serving memory and of its new content; they do not overlap.
-        places: parts of the buffer, as large as the pieces.
+        serving: a piece of serving memory.
+        other: the same piece of its new content.
+        place: memory of the buffer, in the shape of the piece.
     """
 
-    def __init__(self, pieces: Sequence[Pair], places: Sequence[torch.Tensor]) -> None:
-        self._serving = [serving for serving, _ in pieces]
-        self._other = [new for _, new in pieces]
-        self._places = list(places)
-        self._old_in: list[torch.Tensor] | None = None  # where the old content is while it is replaced
+    def __init__(self, serving: torch.Tensor, other: torch.Tensor, place: torch.Tensor) -> None:
+        self._serving, self._other, self._place = serving, other, place
+        self._old_in: torch.Tensor | None = None  # where the old content is while it is replaced
 
-    def run(self, *, keeps_old: bool) -> None:  # noqa: ARG002 - of many pieces, some could be copied and others not
-        torch._foreach_copy_(self._places, self._serving)
-        self._old_in = self._places
-        torch._foreach_copy_(self._serving, self._other)
-        torch._foreach_copy_(self._other, self._places)
+    def run(self, *, keeps_old: bool) -> None:  # noqa: ARG002 - another piece may fail, and all are undone then
+        self._place.copy_(self._serving)
+        self._old_in = self._place
+        self._serving.copy_(self._other)
+        self._other.copy_(self._place)
         self._old_in = self._other
 
     def undo(self) -> None:
         if self._old_in is not None:
-            torch._foreach_copy_(self._serving, self._old_in)
+            self._serving.copy_(self._old_in)
             self._old_in = None
 
 
@@ -211,13 +209,12 @@ class _Rooms:
         self._nbytes = nbytes
         self._made: dict[torch.device, torch.Tensor] = {}
 
-    def place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """Memory at ``offset`` of the buffer, in the shape of ``like``."""
+    def place(self, like: torch.Tensor) -> torch.Tensor:
+        """The begin of the buffer, in the shape of ``like``."""
         room = self._made.get(like.device)
         if room is None:
             room = self._made[like.device] = torch.empty(self._nbytes, dtype=torch.uint8, device=like.device)
-        nbytes = like.numel() * like.element_size()
-        return room[offset : offset + nbytes].view(like.dtype).view(like.shape)
+        return room[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _holders(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -272,27 +269,6 @@ def _exchange_of(device: torch.device, pairs: Sequence[Pair]) -> _Step:
     from megatron_patches.refit.vllm.exchange_kernel import MemorySwap
 
     return MemorySwap([(old.data_ptr(), new.data_ptr(), old.nbytes) for old, new in pairs], device)
-
-
-def _grouped(pairs: Iterable[Pair], room_bytes: int, rooms: _Rooms) -> Iterator[tuple[list[Pair], list[torch.Tensor]]]:
-    """Groups of pieces of one device and dtype that fit into the buffer together, with their places in it."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Pair]] = defaultdict(list)
-    for old, new in pairs:
-        kinds[old.device, old.dtype].append((old, new))
-    for members in kinds.values():
-        pieces: list[Pair] = []
-        places: list[torch.Tensor] = []
-        offset = 0
-        for pair in members:
-            for old, new in _cut(*pair, room_bytes):
-                nbytes = old.numel() * old.element_size()
-                if offset + nbytes > room_bytes:
-                    yield pieces, places
-                    pieces, places, offset = [], [], 0
-                pieces.append((old, new))
-                places.append(rooms.place(old, offset))
-                offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        yield pieces, places
 
 
 def _cut(old: torch.Tensor, new: torch.Tensor, limit: int) -> Iterator[Pair]:

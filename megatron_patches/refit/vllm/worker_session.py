@@ -35,17 +35,15 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Taking
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
-from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone
+from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone, ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake
-from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scale_values, check_weight_values
-from megatron_patches.refit.vllm.received import ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import Replacement, refresh_attention
-from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
+from megatron_patches.refit.vllm.version_memory import InPlace, VersionMemory
 
 logger = logging.getLogger(__name__)
 
@@ -294,24 +292,24 @@ class WorkerSession:
             logger.info("refit: version %d has been put back", self.version)
 
     def _take(self, party: DestinationParty, version: int, step: int, linked: bool) -> None:
-        made: list[Arriving] = []
+        made: dict[str, torch.Tensor] = {}
         begun: list[Replacement] = []
 
         def make() -> Memory:
-            made.append(self._make(version))
-            party.beside_bytes = made[0].beside_bytes
-            return made[0].tensors
+            made.update(self._make(version))
+            party.beside_bytes = self._memory.beside_bytes
+            return made
 
         def begin() -> None:
-            begun.append(self._put_together(dict(made[0].tensors)))
+            begun.append(self._put_together(dict(made)))
 
         try:
             party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
-            check_scale_values(self._layout.manifest, made[0].tensors)
+            check_scale_values(self._layout.manifest, made)
             if self._layout.quantizes:
-                check_weight_values(self._layout.manifest, made[0].tensors)
-            self._memory.keep(made[0])
-            parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
+                check_weight_values(self._layout.manifest, made)
+            self._memory.keep(made)
+            parameters = finish(self._layout.manifest, self._layout.fills, made)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
             if party is not self._party:
@@ -324,7 +322,7 @@ class WorkerSession:
             self._settle()  # does nothing while requests continue
             raise
 
-    def _make(self, version: int) -> Arriving:
+    def _make(self, version: int) -> dict[str, torch.Tensor]:
         check_awake()
         if version <= self._latest:
             raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")

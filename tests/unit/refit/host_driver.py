@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.transports.cuda_vmm import CudaVmm
+from megatron_patches.refit.transports.cuda_mapped import CudaVmm
 
 PAGE = 4096
 _READ_AND_WRITE = 3

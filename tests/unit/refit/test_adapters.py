@@ -29,8 +29,9 @@ from megatron_patches.refit.errors import (
 from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantized_weights
-from megatron_patches.refit.trainer.adapter_engine import AdapterEngine
+from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.trainer.adapters import AdapterPublisher
+from megatron_patches.refit.trainer.engine_client import AdapterEngine
 from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from tests.support.full_disk import files_of
@@ -145,10 +146,10 @@ def factors(scale: float = 2.6) -> dict[str, torch.Tensor]:
 
 @NEEDS_VLLM
 def test_a_version_is_written_as_vllm_computes_with_it(tmp_path: Path) -> None:
-    from megatron_patches.refit.vllm.adapter_files import factors_of, write_adapter
+    from megatron_patches.refit.vllm.adapter_files import tensors_of_peft, write_adapter
 
     tensors = factors()
-    write_adapter(tmp_path, factors_of(tensors), torch.bfloat16)
+    write_adapter(tmp_path, tensors_of_peft(tensors, torch.bfloat16))
     found = load_file(tmp_path / "adapter_model.safetensors")
     b = tensors[Q + FACTOR_B].bfloat16()
     b *= 2.6  # as vLLM does in place
@@ -157,18 +158,18 @@ def test_a_version_is_written_as_vllm_computes_with_it(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 3, ["q_proj"])
     with pytest.raises(RefitError, match=f"the scale of {Q} is nan"):
-        factors_of(factors(math.nan))
+        tensors_of_peft(factors(math.nan), torch.bfloat16)
 
 
 @NEEDS_VLLM
 def test_files_stay_until_nothing_has_referred_to_them_twice(tmp_path: Path) -> None:
-    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
+    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, tensors_of_peft
 
     files, session = AdapterFiles(), session_folder(str(tmp_path), "0" * 64)
 
     def write(version: int, adapter: str = "math") -> None:
         files.check_new(adapter, version)
-        staged = StagedAdapter(files, session, adapter, version, factors_of(factors()), torch.float32)
+        staged = StagedAdapter(files, session, adapter, version, tensors_of_peft(factors(), torch.float32))
         staged.write()
         staged.apply()
         staged.forget()
@@ -188,7 +189,7 @@ def test_files_stay_until_nothing_has_referred_to_them_twice(tmp_path: Path) -> 
     assert there() == ["math@2", "math@3", "other@1"]
     with pytest.raises(StaleVersionError, match="this engine has served another math@1"):
         write(1)
-    undone = StagedAdapter(files, session, "math", 4, factors_of(factors()), torch.float32)
+    undone = StagedAdapter(files, session, "math", 4, tensors_of_peft(factors(), torch.float32))
     undone.write()
     undone.apply()
     undone.undo()
@@ -200,21 +201,21 @@ def test_files_stay_until_nothing_has_referred_to_them_twice(tmp_path: Path) -> 
 
 @NEEDS_VLLM
 def test_a_folder_that_others_can_use_is_not_written_to(tmp_path: Path) -> None:
-    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
+    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, tensors_of_peft
 
     session = tmp_path / "session"
     session.mkdir(mode=0o755)
     with pytest.raises(RefitError, match="is not a folder that only user"):
-        StagedAdapter(AdapterFiles(), session, "math", 1, factors_of(factors()), torch.float32).write()
+        StagedAdapter(AdapterFiles(), session, "math", 1, tensors_of_peft(factors(), torch.float32)).write()
     assert not list(session.iterdir())
 
 
 @NEEDS_VLLM
 def test_a_full_disk_leaves_nothing_of_a_version_and_all_of_the_one_before(tmp_path: Path) -> None:
-    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
+    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, tensors_of_peft
 
     files, session = AdapterFiles(), session_folder(str(tmp_path), "0" * 64)
-    versions = [StagedAdapter(files, session, "math", n, factors_of(factors()), torch.float32) for n in (1, 2)]
+    versions = [StagedAdapter(files, session, "math", n, tensors_of_peft(factors(), torch.float32)) for n in (1, 2)]
     versions[0].write()
     versions[0].apply()
     before = {path: path.read_bytes() for path in session.rglob("*") if path.is_file()}
@@ -297,26 +298,26 @@ def specs(shapes: Mapping[str, tuple[int, int, int]]) -> list[TensorSpec]:
 
 @NEEDS_VLLM
 def test_each_module_must_be_in_the_engine_in_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_patches.refit.vllm import adapter_check
+    from megatron_patches.refit.vllm import adapter_session
 
     class Layer:
         input_size, output_size = 8, 6
 
-    monkeypatch.setattr(adapter_check, "LinearBase", Layer)
+    monkeypatch.setattr(adapter_session, "LinearBase", Layer)
     manager = SimpleNamespace(
         modules={"layers.0.o_proj": SimpleNamespace(base_layer=Layer())},
         packed_modules={},
         model=SimpleNamespace(),
         lora_config=SimpleNamespace(max_lora_rank=8),
     )
-    adapter_check.check_adapter(manager, specs({"layers.0.o_proj": (8, 8, 6)}))
+    adapter_session.check_adapter(manager, specs({"layers.0.o_proj": (8, 8, 6)}))
     for path, shape, message in (
         ("layers.1.o_proj", (8, 8, 6), "the engine has no module layers.1.o_proj to which an adapter can be added"),
         ("layers.0.o_proj", (9, 8, 6), "layers.0.o_proj has rank 9, and the engine takes at most 8"),
         ("layers.0.o_proj", (2, 8, 5), "8 inputs and 5 outputs in the trainer, 8 inputs and 6 outputs in the engine"),
     ):
         with pytest.raises(ModelMismatchError, match=message):
-            adapter_check.check_adapter(manager, specs({path: shape}))
+            adapter_session.check_adapter(manager, specs({path: shape}))
 
 
 def test_a_server_is_attached_once() -> None:
@@ -354,9 +355,10 @@ class AdapterParty:
             raise PartyFailedError("describing the trainer's weights failed: no adapter")
         return Manifest(0, "here", (), ())
 
-    def receive(self, _version: int, _step: int, _linked: bool, make: Callable[[], object]) -> None:
-        make()
+    def receive(self, _version: int, _step: int, _linked: bool, make: Callable[[], Memory]) -> Memory:
+        made = make()
         assert self.may_receive.wait(10.0)
+        return made
 
     def post_commit(self, _version: int, reason: str | None) -> None:
         self.told.append(reason)
@@ -372,13 +374,13 @@ def adapter_session(
     monkeypatch: pytest.MonkeyPatch, folder: Path, party: AdapterParty, timeout_s: float = 10.0
 ) -> AdapterSession:
     from megatron_patches.refit.vllm import adapter_session, all_or_none
-    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, factors_of
+    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, tensors_of_peft
     from megatron_patches.refit.vllm.refit_call import RefitCall
     from megatron_patches.refit.vllm.worker_session import ServingModel
 
     monkeypatch.setattr(adapter_session, "Assembly", lambda *_: SimpleNamespace(most_silence_s=None))
     monkeypatch.setattr(adapter_session, "DestinationParty", lambda *_: party)
-    monkeypatch.setattr(adapter_session, "factors_of", lambda _: factors_of(factors()))
+    monkeypatch.setattr(adapter_session, "tensors_of_peft", lambda *_: tensors_of_peft(factors(), torch.float32))
     monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
     config = SimpleNamespace(
         additional_config={},

@@ -32,9 +32,9 @@ from vllm.model_executor.model_loader.reload.layerwise import record_metadata_fo
 from vllm.v1.attention.backend import AttentionImplBase
 
 from megatron_patches.refit.vllm import all_or_none
-from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.relaying import Relays
+from megatron_patches.refit.vllm.version_memory import InPlace
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerLayout, WorkerSession
 
 HEADS, NOPE, VALUE, RANK = 3, 4, 5, 6

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.vllm import backup as module
-from megatron_patches.refit.vllm.backup import Backup
+from megatron_patches.refit.vllm import version_memory as module
+from megatron_patches.refit.vllm.version_memory import Backup
 from tests.unit.refit.test_swap import bits, raw
 
 CPU = torch.device("cpu")

@@ -7,9 +7,8 @@ import re
 
 import pytest
 
-from megatron_patches.refit.checkpoints.checkpoint_build import _staged
+from megatron_patches.refit.checkpoints.checkpoint_build import _staged, refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_model import _check_rows, add_checkpoint_options
-from megatron_patches.refit.checkpoints.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_sizes import SIZE_FLAGS, ParallelSizes
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
 

@@ -11,12 +11,11 @@ from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.loads import Reach
 from megatron_patches.refit.parties.choosing import Locality, choose, locality_of
 from megatron_patches.refit.parties.registry import Registry
-from megatron_patches.refit.parties.terms import LinkOptions, terms_of
+from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode, terms_of
 from megatron_patches.refit.planning.plan import make_plan
-from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.planning.transfers import Request
 from megatron_patches.refit.trainer.session import RefitOptions
 from megatron_patches.refit.transports.base import Offer, TransportName
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.unit.refit.test_parties import coverable, scene
 
 HERE_GPU, HERE = Locality("a", "13", nixl=False), Locality("a", "", nixl=True)

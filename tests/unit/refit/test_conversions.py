@@ -49,7 +49,7 @@ def specs_of(tensors: Tensors) -> list[TensorSpec]:
 def record(load: Load, parameters: Tensors, tensors: Tensors) -> tuple[Manifest, list[FillRecord]]:
     done = record_loading(lambda weights: load(parameters, weights), parameters, specs_of(tensors))
     by_name = {spec.name: spec for spec in specs_of(tensors)}
-    return recorded_manifest(0, "", done.parameters, done.copies, done.fills, by_name), done.fills
+    return recorded_manifest(0, "", done, by_name), done.fills
 
 
 def arrived(manifest: Manifest, tensors: Tensors) -> Tensors:

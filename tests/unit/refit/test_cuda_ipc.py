@@ -17,6 +17,7 @@ from megatron_patches.refit.memory.loads import Reach, Terms, cut_into_loads
 from megatron_patches.refit.memory.ports import Bits, Bytes, Done, Memory, Payload, Pending, host_bytes
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.memory.staging import SLOTS, StagingPool
+from megatron_patches.refit.parties.party import open_transport
 from megatron_patches.refit.planning.plan import Plan, make_plan
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import LinkEnd, Place, TransportName
@@ -25,7 +26,6 @@ from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fet
 from megatron_patches.refit.transports.cuda_runtime import Location
 from megatron_patches.refit.transports.direct_copies import Int64s, Rows
 from megatron_patches.refit.transports.frames import Patience
-from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.pump import send_version
 from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
 from tests.unit.refit.link_ends import SLOT, Ends, check

@@ -15,11 +15,11 @@ import pytest
 from megatron_patches.refit.control.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.layout.manifest import Manifest, Storage
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.source import live
 from megatron_patches.refit.trainer.engine_client import PauseMode, SleepMode
 from megatron_patches.refit.trainer.engine_control import EngineControl
 from megatron_patches.refit.trainer.session import RefitOptions, RefitSession
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 
 
 class Engine:

@@ -25,12 +25,12 @@ from megatron_patches.refit.memory.packets import Packet
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.memory.unpacker import Unpacker
+from megatron_patches.refit.parties.party import open_transport
 from megatron_patches.refit.planning.plan import make_plan
 from megatron_patches.refit.transports import frames
 from megatron_patches.refit.transports.base import LinkEnd, Place, Transport, TransportName
 from megatron_patches.refit.transports.frames import Patience, prepare
 from megatron_patches.refit.transports.nixl import NixlTransport
-from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.pump import receive_version, send_version
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, _dial

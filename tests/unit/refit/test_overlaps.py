@@ -17,11 +17,10 @@ from megatron_patches.refit.parties.choosing import Locality
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.planning.grids import Axes, join_name, meet, numbers_of
 from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, Views, holder_of, receiver_of
-from megatron_patches.refit.planning.local import SourceIndex
-from megatron_patches.refit.planning.overlaps import OverlapIndex
+from megatron_patches.refit.planning.local import OverlapIndex, SourceIndex
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, plan_for
-from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import agree, fold_tensors, unfold_tensors
+from megatron_patches.refit.planning.transfers import Request
 from megatron_patches.refit.transports.base import Offer, TransportName
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case

@@ -33,13 +33,12 @@ from megatron_patches.refit.memory.ports import Bits
 from megatron_patches.refit.memory.staging import SLOTS, StagingPool
 from megatron_patches.refit.parties import agreement
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.party import Party
+from megatron_patches.refit.parties.party import Party, open_transport
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.planning.plan import make_plan, plan_for
 from megatron_patches.refit.transports.base import Place, TransportName
-from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd
 from tests.support.quick import examples

@@ -35,8 +35,8 @@ from megatron_patches.refit.planning.layouts import (
 from megatron_patches.refit.planning.local import SourceIndex, even_shares, plan_destination
 from megatron_patches.refit.planning.plan import DEFAULT_OPTIONS, PartOf, make_part, plan_for
 from megatron_patches.refit.planning.proof import prove_with
-from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import TensorGrid, fold_tensors, unfold_tensors
+from megatron_patches.refit.planning.transfers import MOST_COPIES, Request, check_requests, moves_of
 from tests.support.quick import examples
 from tests.support.refit_cases import Case, random_case, random_options, random_templates
 

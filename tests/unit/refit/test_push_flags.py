@@ -20,11 +20,11 @@ from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
+from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engine_client import PauseMode
 from megatron_patches.refit.trainer.push_flags import add_flags, options_from
 from megatron_patches.refit.trainer.session import OnEngineFailure, RefitOptions
 from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.transports.memory_mode import MemoryMode
 from tests.integration.tiny_models import QWEN3
 
 GIVEN = [

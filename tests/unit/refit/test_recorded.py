@@ -27,7 +27,7 @@ def record(
     done = record_loading(load, parameters, specs)
     assert all(torch.equal(parameters[name], before[name]) for name in parameters)  # nothing was written
     by_name = {spec.name: spec for spec in specs}
-    return recorded_manifest(0, "host", done.parameters, done.copies, done.fills, by_name), done.fills
+    return recorded_manifest(0, "host", done, by_name), done.fills
 
 
 def placed(manifest: Manifest, tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:

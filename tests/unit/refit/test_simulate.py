@@ -16,14 +16,13 @@ from megatron_patches.refit.control.messages import Asked, Orders, Step
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.plan import make_plan
-from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import agree_on_tensors
+from megatron_patches.refit.planning.transfers import Request
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.cluster import Hosts, Sides, engine_mesh, trainer_mesh
-from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in
+from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in, run_destination, run_source
 from megatron_patches.refit.simulation.models import MODELS
-from megatron_patches.refit.simulation.simulate import SampleSize, Simulation, simulate
-from megatron_patches.refit.simulation.workers import run_destination, run_source
+from megatron_patches.refit.simulation.simulate import Simulation, simulate
 from megatron_patches.refit.transports.base import Offer
 from tests.unit.refit.test_plan_command import CONFIG
 
@@ -42,7 +41,7 @@ def sides(engines: int = 4, engine: str = ENGINE, colocated: bool = False) -> Si
 
 
 def simulated(of: Sides, requests: int = 64, replicas: int = 4) -> Simulation:
-    return simulate(of, SampleSize(workers=64, requests=requests), replicas, 1e9, Progress())
+    return simulate(of, 64, requests, replicas, 1e9, Progress())
 
 
 @pytest.mark.parametrize("colocated", [False, True])

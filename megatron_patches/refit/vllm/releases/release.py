@@ -79,9 +79,12 @@ class Release:
 
     Attributes:
         names: further names of vLLM that this release's adapter uses, as ``module:qualified.name``.
+        renames: method of a model's mapper that leaves out renames which stack projections: adapters name these one by
+            one.
     """
 
     names: tuple[str, ...] = ()
+    renames: str
 
     def quantizes_to_fp8(self, quantization: Any) -> bool:  # noqa: ARG002 - a release may know a way
         """Whether weights are loaded as they are trained and then quantized, by itself alone in each worker."""
@@ -112,7 +115,8 @@ class Release:
 
     def adapter_names(self, model: nn.Module) -> Any:
         """The mapper, of vLLM, from names of an adapter's modules to the engine's; None if the names are equal."""
-        raise NotImplementedError
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        return None if mapper is None else getattr(mapper, self.renames)()
 
     def derives(self, layer: nn.Module) -> bool:
         """Whether a deferred layer derives something. By default attention only sets scales of the cache to one."""

@@ -34,6 +34,7 @@ class Vllm026(Release):
         "vllm.config:CacheConfig.calculate_kv_scales",
         "vllm.model_executor.models.utils:WeightsMapper.get_unstacked_mapper",
     )
+    renames = "get_unstacked_mapper"
 
     def is_deferred(self, layer: nn.Module) -> bool:
         """Attention layers, which vLLM processes after all others."""
@@ -47,11 +48,6 @@ class Vllm026(Release):
             return False
         specs = (quantization.args.linear, quantization.args.moe)
         return all(spec is None or spec.weight is None or spec.weight in _FP8 for spec in specs)
-
-    def adapter_names(self, model: nn.Module) -> Any:
-        """The model's renames without those that stack projections, which adapters name one by one."""
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        return None if mapper is None else mapper.get_unstacked_mapper()
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
         """Also refuses cache scales that this release can take from the first request."""

@@ -44,15 +44,11 @@ class Vllm032(Release):
         "vllm.config:ParallelConfig.dcp_q_replicate",
         "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper",
     )
+    renames = "get_rename_mapper"
 
     def is_deferred(self, layer: nn.Module) -> bool:
         """Attention layers that declare that vLLM must process them after all others."""
         return bool(is_deferred_attention_layer(layer))
-
-    def adapter_names(self, model: nn.Module) -> Any:
-        """The model's renames without those that stack projections, which adapters name one by one."""
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        return None if mapper is None else mapper.get_rename_mapper()
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
         """Also refuses new options that keep weights elsewhere or derive them from other workers' weights."""
