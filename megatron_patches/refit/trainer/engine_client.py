@@ -106,6 +106,8 @@ class VersionKeeper(Protocol):
 class Joined:
     """Adds to later calls the token of the session that an engine joined last.
 
+    Calls about an adapter have their own session's token. They may come late, when weights are pushed in another one.
+
     Attributes:
         token: the token of that session.
     """
@@ -114,9 +116,10 @@ class Joined:
         self.token = ""
 
     def told(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The call with the session's token added."""
-        self.token = call.get("token", self.token)
-        return {**call, "token": self.token}
+        """The call with the session's token added, unless it has one."""
+        if call["call"] == "join" and "adapter" not in call:
+            self.token = call["token"]
+        return {"token": self.token, **call}
 
 
 class PassedEngine(ABC):

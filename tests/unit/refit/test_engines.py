@@ -19,7 +19,7 @@ from megatron_patches.refit.control.secret import VALUE_VARIABLE
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.trainer import engines
-from megatron_patches.refit.trainer.engine_client import EngineClient, Joined, PauseMode
+from megatron_patches.refit.trainer.engine_client import AdapterEngine, EngineClient, Joined, PassedEngine, PauseMode
 from megatron_patches.refit.trainer.engine_control import EngineControl
 from megatron_patches.refit.trainer.engines import HttpEngine, LocalEngine, check_given_once, http_engines
 from megatron_patches.refit.trainer.roster import Roster
@@ -304,6 +304,35 @@ def test_what_is_asked_of_an_engine_is_of_the_session_that_it_was_made_to_join()
     assert joined.told({"call": "receive", "version": 1}) == {"call": "receive", "version": 1, **first}
     joined.told({"call": "join", **second})
     assert joined.told({"call": "commit"}) == {"call": "commit", **second}
+
+
+def test_a_late_call_about_an_adapter_does_not_change_the_session_of_the_weights() -> None:
+    """Of one engine, which both kinds of sessions call: as if the adapter's had failed while the weights' began."""
+    told: list[dict[str, Any]] = []
+
+    class Server(PassedEngine):
+        def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
+            raise NotImplementedError
+
+        def _tell(self, call: dict[str, Any]) -> None:
+            told.append(call)
+
+    server = Server("server", 1, admits=False)
+    adapter = AdapterEngine(server, "math", 1, "folder")
+    adapter.call({"call": "join", "token": "a" * 64})
+    server.call({"call": "join", "token": "b" * 64})
+    adapter.call({"call": "record"})
+    server.call({"call": "record"})
+    adapter.call({"call": "join", "token": "c" * 64})
+    server.call({"call": "commit", "version": 1})
+    assert [(call["call"], call.get("adapter"), call["token"][0]) for call in told] == [
+        ("join", "math", "a"),
+        ("join", None, "b"),
+        ("record", "math", "a"),
+        ("record", None, "b"),
+        ("join", "math", "c"),
+        ("commit", None, "b"),
+    ]
 
 
 @pytest.mark.parametrize(
