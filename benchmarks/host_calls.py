@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
-from benchmarks.spawned import free_port, run_ranks
+from benchmarks.spawned import run_ranks
 
 ETP, FSDP2 = f"{Path(etp.__file__).parent}/", "/torch/distributed/fsdp/"
 _SIDE, _TOKENS = 64, 4
@@ -145,13 +145,13 @@ def print_all() -> None:
             for part, calls in parts.items():
                 print(f"{model}, {part}: {calls}")
 
-    run_ranks(_rank, _RANKS, free_port(), show, _LIMIT_S)
+    run_ranks(_rank, _RANKS, None, show, _LIMIT_S)
 
 
-def _rank(rank: int, port: int, sending: Connection) -> None:
+def _rank(rank: int, task: None, meeting: str, sending: Connection) -> None:
+    del task
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, _RANKS, is_master=rank == 0)
-    dist.init_process_group("gloo", rank=rank, world_size=_RANKS, store=store)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=_RANKS)
     found = all_calls(dist.group.WORLD)
     if rank == 0:
         sending.send(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Self
 
 from benchmarks.long_run_training import Step
 from benchmarks.shared_gpus import sharing_gpus
+from benchmarks.spawned import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(__file__).with_name("long_run_training.py")
@@ -62,11 +62,8 @@ class Training:
         self.ranks: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": path}
         shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._count))
         for rank in range(self._count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % self._gpus if self._gpus else rank)}

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.command_line import checked, positive, positive_seconds, require_gpus
 from benchmarks.refit_ranks import Outcome, Task, run_rank
-from benchmarks.spawned import free_port, run_ranks
+from benchmarks.spawned import run_ranks
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
 from megatron_patches.refit.simulation.cluster import engine_mesh, trainer_mesh
@@ -175,7 +175,6 @@ def make_task(options: argparse.Namespace) -> Task:
         repeats=options.repeats,
         staging_bytes=options.staging_mib << 20,
         timeout_s=options.timeout,
-        port=free_port(),
     )
 
 

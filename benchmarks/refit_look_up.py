@@ -18,7 +18,6 @@ import megatron_patches
 from benchmarks.command_line import positive
 from benchmarks.refit import QWEN3_MOE
 from benchmarks.refit_vllm_model import TrainerModel
-from benchmarks.spawned import free_port
 from megatron_patches.refit.simulation.cluster import trainer_mesh
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.live import MegatronSource
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config |= {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
     torch.set_num_threads(1)
     megatron_patches.apply()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = TrainerModel(config, trainer_mesh("tp=1"), torch.device("cpu"), 64)
         source = MegatronSource([model.module], 1, None)

@@ -39,7 +39,7 @@ from benchmarks.command_line import checked, positive_seconds, require_gpus
 from benchmarks.refit import MODELS
 from benchmarks.refit_vllm import add_weight_format, write_model
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank
-from benchmarks.spawned import free_port, run_ranks
+from benchmarks.spawned import run_ranks
 from benchmarks.vllm_server import ServerError, VllmServer, serve
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.models.config_traits import family_from_config, read_config
@@ -251,7 +251,6 @@ def _push(
         gpus=tuple(range(mesh.size)) if engine_gpus else (),
         engine_gpus=engine_gpus,
         server_port=int(server.url.rpartition(":")[2]),
-        port=free_port(),
         ways=(options.transport or ("cuda_ipc" if engine_gpus else "shm"),),
         repeats=_REPEATS,
         staging_bytes=_STAGING_BYTES,

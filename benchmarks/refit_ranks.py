@@ -63,7 +63,6 @@ class Task:
     repeats: int
     staging_bytes: int
     timeout_s: float
-    port: int
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -86,9 +85,9 @@ class Outcome:
     worker_bytes: int = 0
 
 
-def run_rank(rank: int, task: Task, results: Connection) -> None:
+def run_rank(rank: int, task: Task, meeting: str, results: Connection) -> None:
     """Runs all measurements; the first rank sends the results."""
-    bench = Bench(rank, task)
+    bench = Bench(rank, task, meeting)
     floor = bench.measure_links()
     for found in bench.measure_ways():
         if rank == 0:
@@ -140,9 +139,10 @@ class Bench:
     Args:
         rank: its number; trainer ranks come first.
         task: what to measure.
+        meeting: URL at which the ranks meet.
     """
 
-    def __init__(self, rank: int, task: Task) -> None:
+    def __init__(self, rank: int, task: Task, meeting: str) -> None:
         self.rank, self.task = rank, task
         self.sources, self.workers = task.sizes
         self.device = torch.device("cpu")
@@ -153,7 +153,7 @@ class Bench:
             torch.set_num_threads(1)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if task.device == "cuda" else "gloo",
-            init_method=f"tcp://127.0.0.1:{task.port}",
+            init_method=meeting,
             rank=rank,
             world_size=self.sources + self.workers,
             timeout=timedelta(seconds=task.timeout_s),

@@ -40,7 +40,7 @@ from benchmarks.refit import MODELS
 from benchmarks.refit_timeline import watch
 from benchmarks.refit_vllm_peers import PEERS
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
-from benchmarks.spawned import free_port, run_ranks
+from benchmarks.spawned import run_ranks
 from benchmarks.vllm_server import ALPHABET, ServerError, serve
 from examples.serving import write_byte_tokenizer
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantization_config
@@ -216,7 +216,6 @@ def measure(
                     gpus=tuple(options.trainer_gpus) if on_gpu else (),
                     engine_gpus=engine_gpus,
                     server_port=int(server.url.rpartition(":")[2]),
-                    port=free_port(),
                     ways=served.ways,
                     repeats=options.repeats,
                     staging_bytes=options.staging_mib << 20,

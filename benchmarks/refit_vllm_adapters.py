@@ -22,9 +22,9 @@ WAYS = ("merged", "whole", "adapter")
 _NAME = "adapter"
 
 
-def run_rank(rank: int, task: Task, results: Connection) -> None:
+def run_rank(rank: int, task: Task, meeting: str, results: Connection) -> None:
     """Runs all measurements of a trainer of one rank."""
-    del rank
+    del rank, meeting
     trainer = AdapterTrainer(task)
     for way in task.ways:
         results.send(trainer.measure(way))

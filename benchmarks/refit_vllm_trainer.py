@@ -39,7 +39,6 @@ class Task:
         gpus: GPU of each rank; none for CPUs.
         engine_gpus: the server's GPUs, whose memory is measured.
         server_port: the server's port.
-        port: port at which ranks meet.
         ways: what to measure: names of transports, followed by ``+in_place`` where versions replace the weights that
             serve byte by byte, or of :data:`benchmarks.refit_vllm_peers.PEERS`.
         repeats: pushes a transport.
@@ -55,7 +54,6 @@ class Task:
     gpus: tuple[int, ...]
     engine_gpus: tuple[int, ...]
     server_port: int
-    port: int
     ways: tuple[str, ...]
     repeats: int
     staging_bytes: int
@@ -112,9 +110,9 @@ def way_of(name: str) -> tuple[TransportName, MemoryMode]:
     return TransportName(transport), MemoryMode(memory) if plus else MemoryMode.BESIDE
 
 
-def run_rank(rank: int, task: Task, results: Connection) -> None:
+def run_rank(rank: int, task: Task, meeting: str, results: Connection) -> None:
     """Runs all measurements; the first rank sends the results."""
-    trainer = Trainer(rank, task)
+    trainer = Trainer(rank, task, meeting)
     for name in task.ways:
         found = trainer.measure(name)
         if rank == 0:
@@ -129,9 +127,10 @@ class Trainer:
     Args:
         rank: its number.
         task: what to measure.
+        meeting: URL at which the ranks meet.
     """
 
-    def __init__(self, rank: int, task: Task) -> None:
+    def __init__(self, rank: int, task: Task, meeting: str) -> None:
         import megatron_patches
 
         # Read when CUDA starts; with tensor parallelism Megatron demands it.
@@ -144,7 +143,7 @@ class Trainer:
         megatron_patches.apply()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if task.gpus else "gloo",
-            init_method=f"tcp://127.0.0.1:{task.port}",
+            init_method=meeting,
             rank=rank,
             world_size=task.mesh.size,
             timeout=timedelta(seconds=task.timeout_s),

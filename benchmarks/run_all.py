@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import positive, positive_seconds
-from benchmarks.spawned import free_port
 from benchmarks.train_report import load, plot, table
 from benchmarks.train_shapes import PRECISIONS, SHAPES, SYSTEMS, obstacle
 
@@ -211,7 +210,7 @@ def torchrun(gpus: int, *, profile: bool = False) -> Runner:
     def start(job: Job, path: Path, time_: Time) -> Ended:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus),
-            "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "benchmarks.train_step",
+            "--standalone", "--local-addr", "127.0.0.1", "-m", "benchmarks.train_step",
             "--systems", ",".join(job.systems), "--json", str(path),
             "--seconds", f"{time_.wanted_s:.0f}", *job.arguments,
         ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,14 +14,17 @@ from benchmarks import spawned
 from benchmarks.spawned import run_ranks
 
 
-def body(rank: int, task: tuple[Path, str], results: Connection) -> None:
+def body(rank: int, task: tuple[Path, str], meeting: str, results: Connection) -> None:
     """Rank 0 finds two things; the last rank then does what the task says."""
+    assert meeting.startswith("file:")  # which no other process can take, unlike a port
     folder, then = task
     (folder / str(rank)).write_text(str(os.getpid()), encoding="utf-8")
     if rank == 0:
         results.send("one")
         results.send("other")
-    if then == "fails" and rank == 1:
+    if then == "lingers" and rank == 1:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    if then in {"fails", "lingers"} and rank == 1:
         raise ValueError("as it was told")
     if then != "ends":
         time.sleep(60)
@@ -37,12 +41,15 @@ def test_what_is_found_is_taken_as_it_comes(tmp_path: Path) -> None:
     assert ended(tmp_path)
 
 
-def test_a_rank_that_fails_ends_the_others_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("then", ["fails", "lingers"])  # in the latter, its process does not end
+def test_a_rank_that_fails_ends_the_others_and_nothing_is_lost(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spawned, "_OTHERS_END_S", 0.5)
     found: list[str] = []
     reason = r"^rank 1 ended with ValueError: as it was told, ranks \[0\] were still busy 0.5 s later$"
     with pytest.raises(RuntimeError, match=reason):
-        run_ranks(body, 2, (tmp_path, "fails"), found.append, 60.0)
+        run_ranks(body, 2, (tmp_path, then), found.append, 60.0)
     assert found == ["one", "other"]
     assert ended(tmp_path)
 
