@@ -77,7 +77,8 @@ class LiveTensor[S: Shard]:
 
     def _flat(self, local: torch.Tensor) -> torch.Tensor:
         memory = local.view(-1)
-        if memory.storage_offset() * memory.element_size() + memory.nbytes > memory.untyped_storage().nbytes():
+        end = memory.storage_offset() * memory.element_size() + memory.nbytes
+        if end > memory.untyped_storage().nbytes() and self.shard.storage:  # padding alone is not read
             raise RefitError(
                 f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
                 "phases, has let go of it; bring it back before a push"
