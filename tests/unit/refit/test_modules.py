@@ -104,7 +104,8 @@ def test_a_module_that_has_changed_is_not_sent(change: Callable[[Any], object], 
 class OnlyPadding(nn.Parameter):
     """The shard of the last of four ranks, which have two rows."""
 
-    layout, group = ShardLayout((2, 3), 4, 2), SimpleNamespace(rank=lambda: 3)
+    layout = ShardLayout((2, 3), 4, 2)  # type: ignore[assignment]
+    group = SimpleNamespace(rank=lambda: 3)
 
 
 def test_a_shard_of_padding_alone_needs_no_memory() -> None:
