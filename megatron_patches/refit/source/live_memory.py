@@ -60,7 +60,7 @@ class LiveTensor[S: Shard]:
         """Its current elements, padding included: a one-dimensional tensor that shares their memory.
 
         Raises:
-            RefitError: if it has no memory now.
+            RefitError: if it has no memory now, and the rank holds something of it.
         """
         return self._flat(local_elements(self.tensor))
 
@@ -68,7 +68,7 @@ class LiveTensor[S: Shard]:
         """Its current elements, as :attr:`memory`; None if the description is no longer valid.
 
         Raises:
-            RefitError: if it has no memory now.
+            RefitError: if it has no memory now, and the rank holds something of it.
         """
         local = local_elements(self.tensor)
         if local.shape != self.shard.held_shape or local.dtype != self.dtype or not local.is_contiguous():
