@@ -1,7 +1,7 @@
 """Builds the model of a checkpoint's arguments with Megatron's own builders, at other parallel sizes.
 
 The model has only weights: no optimizer, no data, no gradient buffers. Training settings with which it cannot be built
-are refused before: flag, value and remedy.
+are refused first, each with its flag, its value and a remedy.
 """
 
 from __future__ import annotations

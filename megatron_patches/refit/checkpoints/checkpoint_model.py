@@ -65,7 +65,11 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, while_doing: str) ->
 
 
 def positive(text: str, of: str = "") -> int:
-    """Parses a number of something, named for the message.
+    """Parses a positive number.
+
+    Args:
+        text: what was given.
+        of: ends the message, such as " of tokens".
 
     Raises:
         argparse.ArgumentTypeError: if it is not positive.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_patches.refit.checkpoints.hf_match import plainly_given, rope_scaling, unsupported
-from megatron_patches.refit.command import run_together
-from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.command import fail
+from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.models.config_fields import number
 from megatron_patches.refit.models.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.models.family import ModelFamily
@@ -188,12 +189,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    return run_together(lambda _: _line(options.checkpoint))
-
-
-def _line(checkpoint: Path) -> str:
-    """What the command prints."""
-    flags = flags_of(read_config(checkpoint), checkpoint if checkpoint.is_dir() else checkpoint.parent)
-    if split := [flag for flag in flags if len(flag.split()) != 1]:
-        raise UnsupportedModelError(f"a shell would split {split[0]!r}; move the checkpoint to a path without spaces")
-    return " ".join(flags)
+    checkpoint: Path = options.checkpoint
+    try:
+        flags = flags_of(read_config(checkpoint), checkpoint if checkpoint.is_dir() else checkpoint.parent)
+        if split := [flag for flag in flags if len(flag.split()) != 1]:
+            raise UnsupportedModelError(
+                f"a shell would split {split[0]!r}; move the checkpoint to a path without spaces"
+            )
+    except RefitError as error:
+        return fail(error, speaks=True, leads=True)
+    sys.stdout.write(" ".join(flags) + "\n")  # whatever RANK is: the script of each host may need them
+    return 0

@@ -62,6 +62,7 @@ class _Compiled:
         tiles: one tensor per launch.
         addresses: addresses of the storages that ``tables`` are made for.
         tables: one tensor per launch.
+        copied: what ``tables`` are copied from. Like ``parts``, kept: some GPUs read memory that is not pinned later.
     """
 
     ends: Mapping[str, int]
@@ -70,6 +71,7 @@ class _Compiled:
     tiles: Sequence[torch.Tensor]
     addresses: Sequence[int] = ()
     tables: Sequence[torch.Tensor] = ()
+    copied: Sequence[NDArray[np.int64]] = ()
 
 
 class DevicePort:
@@ -247,12 +249,10 @@ class DevicePort:
         addresses = [self._known[name].address for name in ends]
         if found.addresses != addresses:
             origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
-            tables = []
-            for part in found.parts:
-                moved = part.table.copy()
+            copied = [part.table.copy() for part in found.parts]
+            for part, moved in zip(found.parts, copied, strict=True):
                 moved[:, VALUES] += origins[part.storages] // part.shape.width
-                tables.append(self._upload(moved))
-            found.addresses, found.tables = addresses, tables
+            found.addresses, found.tables, found.copied = addresses, [self._upload(each) for each in copied], copied
         if self._writing is not None:
             self._writing.await_written(ends)
         for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
@@ -271,7 +271,7 @@ class DevicePort:
         return found.form
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
-        """Copies an array to the device, on the current stream. CUDA has read all of it when this returns."""
+        """Copies an array, which must live until this has ended, to the device, on the current stream."""
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _under_way(self) -> DeviceWork:

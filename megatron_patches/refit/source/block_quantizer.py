@@ -204,8 +204,7 @@ class BlockQuantizer:
         Args:
             memory: what the rank holds, by storage.
         """
-        if self._parts.measures:
-            self._amax.zero_()
+        self._amax.zero_()  # even if nothing is measured: agree() has filled in what other ranks have of a block
         self._parts.measure(memory, self._amax)
         if self._parts.measures:
             self._amax.masked_fill_(self._amax.isnan(), torch.inf)  # NCCL's maximum of NaN and a number is the number

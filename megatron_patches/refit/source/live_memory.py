@@ -60,7 +60,7 @@ class LiveTensor[S: Shard]:
         """Its current elements, padding included: a one-dimensional tensor that shares their memory.
 
         Raises:
-            RefitError: if it has no memory now.
+            RefitError: if it has no memory now, and the rank holds something of it.
         """
         return self._flat(local_elements(self.tensor))
 
@@ -68,7 +68,7 @@ class LiveTensor[S: Shard]:
         """Its current elements, as :attr:`memory`; None if the description is no longer valid.
 
         Raises:
-            RefitError: if it has no memory now.
+            RefitError: if it has no memory now, and the rank holds something of it.
         """
         local = local_elements(self.tensor)
         if local.shape != self.shard.held_shape or local.dtype != self.dtype or not local.is_contiguous():
@@ -77,7 +77,8 @@ class LiveTensor[S: Shard]:
 
     def _flat(self, local: torch.Tensor) -> torch.Tensor:
         memory = local.view(-1)
-        if memory.storage_offset() * memory.element_size() + memory.nbytes > memory.untyped_storage().nbytes():
+        end = memory.storage_offset() * memory.element_size() + memory.nbytes
+        if end > memory.untyped_storage().nbytes() and self.shard.storage:  # padding alone is not read
             raise RefitError(
                 f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
                 "phases, has let go of it; bring it back before a push"

@@ -25,7 +25,7 @@ from megatron_patches.refit.errors import RefitError, StaleVersionError
 
 
 def tensors_of_peft(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Both factors of each module, A of shape [rank, inputs] and B of shape [outputs, rank], which has the scale in it.
+    """Both factors of each module: A, ``[rank, inputs]``, and B, ``[outputs, rank]``, with the scale multiplied in.
 
     Args:
         tensors: an adapter's tensors; see [Note: adapter tensors].

@@ -1,4 +1,4 @@
-"""The calls of the trainer to an engine's workers, as they arrive over HTTP, and what its operator lets trainers do."""
+"""The trainer's calls to an engine's workers, as they arrive over HTTP, and what the engine's operator allows."""
 
 from __future__ import annotations
 

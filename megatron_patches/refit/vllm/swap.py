@@ -210,7 +210,7 @@ class _Rooms:
         self._made: dict[torch.device, torch.Tensor] = {}
 
     def place(self, like: torch.Tensor) -> torch.Tensor:
-        """The begin of the buffer, in the shape of ``like``."""
+        """The beginning of the buffer, in the shape of ``like``."""
         room = self._made.get(like.device)
         if room is None:
             room = self._made[like.device] = torch.empty(self._nbytes, dtype=torch.uint8, device=like.device)

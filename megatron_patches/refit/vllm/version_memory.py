@@ -20,6 +20,8 @@ from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.swap import span_of
 
+logger = logging.getLogger(__name__)
+
 _CHUNK_BYTES = 256 << 20  # a power of two, as torch rounds pinned memory up to one
 
 
@@ -208,9 +210,6 @@ class InPlace:
         """The received version serves from now on; starts to back it up."""
         self.begun = False
         self.backup.start()
-
-
-logger = logging.getLogger(__name__)
 
 
 class VersionMemory:

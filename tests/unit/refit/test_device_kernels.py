@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -103,10 +104,34 @@ def compare_digests_of_bytes(device: str) -> None:
         assert found == HostPort(held, "the host").digest(batch).result()
 
 
+class Uploads(DevicePort):
+    """Copies tables as a GPU may: what was copied must not have gone before its work has ended."""
+
+    def __init__(self, memory: dict[str, torch.Tensor]) -> None:
+        self.copied: list[weakref.ref[np.ndarray]] = []
+        super().__init__(memory, "the device")
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        self.copied.append(weakref.ref(array))
+        return super()._upload(array).clone()
+
+
+def keep_tables(rng: np.random.Generator) -> None:
+    """What tables are copied from lives until the memory moves again."""
+    held, pieces = random_pieces(rng, 5)
+    batch = Batch(tuple(pieces))
+    port = Uploads({name: torch.from_numpy(bits.view(f"i{bits.itemsize}")) for name, bits in held.items()})
+    reading = port.digest(batch)
+    assert port.copied
+    assert all(one() is not None for one in port.copied)
+    assert reading.result() == HostPort(held, "the host").digest(batch).result()
+
+
 def body(rank: int, world_size: int, most: int, count: int) -> int:
     """Under the interpreter, which is chosen when the kernel's module is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     compare_digests_of_bytes("cpu")
+    keep_tables(np.random.default_rng(1))
     for seed in range(count):
         compare(np.random.default_rng(seed), most, "cpu")
     return count

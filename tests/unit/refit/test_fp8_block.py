@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron_patches.refit.layout.weight_format import (
 )
 from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.source import block_parts
+from megatron_patches.refit.source import block_parts, block_quantizer
 from megatron_patches.refit.source.block_parts import BlockPart, HostParts, KernelParts, _grouped
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
@@ -217,6 +218,47 @@ def test_only_blocks_that_straddle_ranks_are_agreed_on() -> None:
         made = [quantizer(weights, one[0], member) for one, member in zip(held, given, strict=True)]
         in_all(list(zip(made, held, strict=True)), lambda pair: run(pair[0], pair[1][1]))
         assert [member.sent for member in given] == [sent, sent]
+
+
+class WholeParts(HostParts):
+    """Parts of whole blocks, which are not measured and whose scales follow as they are cast, as with kernels."""
+
+    measures = False
+
+    def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
+        """Leaves out all."""
+
+    def quantize(
+        self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: block_parts.Written
+    ) -> None:
+        amax = torch.zeros_like(scales)
+        HostParts.measure(self, weights, amax)
+        scales.copy_(scale_of(amax, power_of_two=True, epsilon=0.0))
+        inverse.copy_(1 / scales)
+        super().quantize(weights, scales, inverse, written)
+
+
+def test_what_cut_blocks_had_in_an_earlier_version_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has a block whole, and two have parts of it: scales follow smaller weights, and bad ones are gone."""
+    boxes = [Box(WEIGHT, (low, 0), (high, 128)) for low, high in ((0, 128), (0, 50), (50, 128))]
+    given, weight = members(3), uneven((128, 128), 9).add(1)
+    held = [held_by(rank, {WEIGHT: weight}, [box]) for rank, box in enumerate(boxes)]
+    made = []
+    for rank, ((manifest, _), member) in enumerate(zip(held, given, strict=True)):
+        monkeypatch.setattr(block_quantizer, "HostParts", HostParts if rank else WholeParts)
+        made.append(quantizer({WEIGHT: weight}, manifest, member))
+    for factor in (1.0, torch.inf, 0.125):
+        held = [held_by(rank, {WEIGHT: weight * factor}, [box]) for rank, box in enumerate(boxes)]
+        for one, (_, memory) in zip(made, held, strict=True):
+            one.measure(memory)
+        in_all(made, lambda one: one.agree())
+        for one, (_, memory) in zip(made, held, strict=True):
+            one.cast(memory)
+            with pytest.raises(RefitError, match="infinite") if factor == torch.inf else nullcontext():
+                one.check()
+        if factor != torch.inf:
+            data, scales = reference(weight * factor, power_of_two=True)
+            assert sum(check(one, {WEIGHT: data, scales_of(WEIGHT): scales}) for one in made) == 6
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])

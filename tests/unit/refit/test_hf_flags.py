@@ -272,7 +272,12 @@ def test_the_command_refuses_in_one_line(
     assert message in said.err
 
 
-def test_the_command_prints_one_line_that_a_shell_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_command_prints_one_line_that_a_shell_splits(
+    rank: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every host: some launchers set RANK for a script in which a shell replaces the command by its line."""
+    monkeypatch.setenv("RANK", rank)
     (tmp_path / "config.json").write_text(json.dumps(tiny_models.QWEN3))
     assert main(["flags", str(tmp_path)]) == 0
     assert capsys.readouterr().out.rstrip("\n").split(" ") == flags_of(tiny_models.QWEN3, tmp_path)

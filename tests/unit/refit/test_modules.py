@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from etp.layout import ShardLayout
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.source.live import MegatronSource
 from megatron_patches.refit.source.modules import ModuleSource, describe_tensor, named_tensors
@@ -97,6 +99,28 @@ def test_a_module_that_has_changed_is_not_sent(change: Callable[[Any], object], 
     for _ in range(2):  # it is not described anew by being looked up
         with pytest.raises(RefitError, match=message):
             source.look_up()
+
+
+class OnlyPadding(nn.Parameter):
+    """The shard of the last of four ranks, which have two rows."""
+
+    layout = ShardLayout((2, 3), 4, 2)  # type: ignore[assignment]
+    group = SimpleNamespace(rank=lambda: 3)
+
+
+def test_a_shard_of_padding_alone_needs_no_memory() -> None:
+    """Nothing of it is sent."""
+    model = Block()
+    model.padding = OnlyPadding(torch.randn(2, 3))
+    source = ModuleSource(model, {})
+    source.describe(0)
+    memory = model.padding.untyped_storage()
+    size = memory.nbytes()
+    memory.resize_(0)
+    try:
+        assert sorted(source.look_up()) == ["kept", "linear.bias", "linear.weight"]
+    finally:
+        memory.resize_(size)  # pytest shows it if this fails
 
 
 class Odd(nn.Parameter):
