@@ -55,7 +55,7 @@ class EtpTrainerInitInfo(TrainerInitInfo):
 
     Attributes:
         backend: vLLM's name of the backend.
-        world_size: number of workers of the engine (TP x PP x DP).
+        world_size: number of workers behind the client (TP x PP x DP); actors of one client have equally many.
         config: content of ``config.json``, with which the engine compares its own; None to compare only names, shapes
             and dtypes.
         options: how to push. ``pause`` has no effect: pause the server yourself.
@@ -91,11 +91,12 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
     """vLLM's trainer engine of the backend ``etp``; made by ``WeightTransferTrainerFactory.trainer_init``.
 
     Each :meth:`send_weights` is one version. As vLLM has it, every rank iterates the source, and the first one copies
-    its whole tensors and sends them. The engine joins with the first version.
+    its whole tensors and sends them. The engine joins with the first version. Each actor of a client of several is an
+    engine of its own, which receives and commits versions without regard to the others.
 
     Args:
         init_info: what it needs to know.
-        client: the client of one engine.
+        client: the client of the engine, or of Ray actors.
         source: the weights.
     """
 
@@ -103,10 +104,9 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
 
     def __init__(self, init_info: EtpTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        actor = name_of(client.handles[0]) if isinstance(client, RayVLLMWeightSyncClient) else None
-        self._engine = ContractEngine(client, init_info.world_size, actor, init_info.options.timeout_s)
+        self._engines = _engines(client, init_info.world_size, init_info.options.timeout_s)
         self._transfer = EtpWeightTransfer(
-            [self._engine],
+            self._engines,
             config=init_info.config,
             options=replace(init_info.options, pause=PauseMode.KEEP),
             first_version=init_info.first_version,
@@ -119,7 +119,8 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
         """Makes one, on every rank of the trainer.
 
         Raises:
-            ValueError: if there is no source, its ranks hold parts of the model, or the client has several actors.
+            ValueError: if there is no source, its ranks hold parts of the model, or actors cannot have equally many
+                workers.
         """
         if source is None:
             raise ValueError("source is None; pass a WeightSource, such as ModuleSource(model)")
@@ -128,10 +129,11 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
                 "source.held_names() names a part of the model, and the first rank must iterate whole tensors of all "
                 "of it; use WeightPublisher, which sends each rank's part from that rank"
             )
-        if isinstance(client, RayVLLMWeightSyncClient) and len(client.handles) != 1:
+        if isinstance(client, RayVLLMWeightSyncClient) and init_info.world_size % len(client.handles):
             raise ValueError(
-                f"client has {len(client.handles)} actors, whose workers would take each other's places; pass a client "
-                "of one actor, or use WeightPublisher, which pushes into several engines"
+                f"world_size is {init_info.world_size}, and client has {len(client.handles)} actors; it is the number "
+                "of all their workers, of which each actor has equally many. Actors of several sizes each need a "
+                "client of their own"
             )
         return cls(init_info, client=client, source=source)
 
@@ -164,11 +166,22 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
 
     def _give_up(self) -> None:
         """Ends the update and the connection after a failure, whose reason is what the caller is to learn."""
-        for end in (self._engine.end_update, self._transfer.destroy):
+        ends = [(engine.name, engine.end_update) for engine in self._engines]
+        for name, end in [*ends, ("the trainer", self._transfer.destroy)]:
             try:
                 end()
             except Exception as error:  # noqa: BLE001 - whatever it is, the first failure is raised
-                logger.warning("refit: %s: %s", self._engine.name, describe_error(error))
+                logger.warning("refit: %s: %s", name, describe_error(error))
+
+
+def _engines(client: VLLMWeightSyncClient, workers: int, timeout_s: float) -> list[ContractEngine]:
+    """The engine behind a client, or one for each Ray actor."""
+    if not isinstance(client, RayVLLMWeightSyncClient):
+        return [ContractEngine(client, workers, timeout_s=timeout_s)]
+    return [
+        ContractEngine(RayVLLMWeightSyncClient(actor), workers // len(client.handles), name_of(actor), timeout_s)
+        for actor in client.handles
+    ]
 
 
 WeightTransferTrainerFactory.register_engine(EtpTrainerInitInfo.backend, EtpTrainerEngine)

@@ -57,17 +57,18 @@ class Online(AsyncLLM):
         return [await self.collective_rpc(digests_of), await self.get_weight_version()]
 
 
-def trainer_engine(actors: Any, model: torch.nn.Module, host: str = _HOST) -> Any:
+def trainer_engine(actors: Any, model: torch.nn.Module, host: str = _HOST, workers: int = 1, version: int = 1) -> Any:
     """As vLLM documents it."""
+    options = RefitOptions(host=host, timeout_s=30.0)
     return WeightTransferTrainerFactory.trainer_init(
-        EtpTrainerInitInfo(1, rank=0, options=RefitOptions(host=host, timeout_s=30.0)),
+        EtpTrainerInitInfo(workers, rank=0, options=options, first_version=version),
         client=RayVLLMWeightSyncClient(actors),
         source=ModuleSource(model),
     )
 
 
 def main(folder: Path) -> None:
-    """Gives each actor the weights that the other one has loaded; then fails to."""
+    """Gives each actor the weights that the other one has loaded, then both the same; then fails to."""
     import ray
 
     models = [build(seed) for seed in (0, 1)]
@@ -95,10 +96,14 @@ def main(folder: Path) -> None:
     for engine in engines:
         engine.send_weights()
     note()
-    ray.kill(actors[0])
-    fail(actors[0])
     for engine in engines:
         engine.shutdown()
+    both = trainer_engine(actors, models[1], workers=2, version=2)
+    both.send_weights()
+    note()
+    ray.kill(actors[0])
+    fail(actors[0])
+    both.shutdown()
     (folder / "found.json").write_text(json.dumps({"states": states, "reasons": reasons}))
     ray.shutdown()
 

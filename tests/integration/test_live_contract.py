@@ -72,12 +72,13 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
 
 def test_actors_behind_vllms_ray_client_hold_what_fresh_engines_do(tmp_path: Path) -> None:
     found = found_by("tests.integration.ray_contract", tmp_path, python=engine_python(), timeout_s=300.0)
-    (first, second), refused, sent = found["states"]
+    (first, second), refused, sent, both = found["states"]
     assert first[0] != second[0]
     assert refused == [first, second]
     assert sent == [[second[0], "1"], [first[0], "1"]]
+    assert both == [[second[0], "2"], [second[0], "2"]]
     several, stranger, dead = found["reasons"]
-    assert several.startswith("client has 2 actors, whose workers would take each other's places")
+    assert several.startswith("world_size is 1, and client has 2 actors")
     assert "1 of the workers of Ray actor" in stranger
     assert "did not join" in stranger
     assert "The actor died" in dead
