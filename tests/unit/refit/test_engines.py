@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron_patches.refit.control.lease import ServerLease
 from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.control.secret import VALUE_VARIABLE
 from megatron_patches.refit.errors import RefitError
@@ -358,7 +359,7 @@ def test_a_session_about_an_adapter_does_not_change_how_long_weights_are_waited_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[tuple[str, float]] = []
-    monkeypatch.setattr(engines.ServerLease, "take", lambda _, *lease: taken.append(lease))
+    monkeypatch.setattr(ServerLease, "take", lambda _, *lease: taken.append(lease))
     with answering(ok("{}")) as engine:
         engine.call({"call": "join", "token": "b" * 64, "lease_s": 7.0})
         AdapterEngine(engine, "math", 1, "folder").call({"call": "join", "token": "a" * 64, "lease_s": 1.0})
