@@ -241,7 +241,10 @@ class EngineControl:
     def _join(self, staging_bytes: int) -> None:
         engine, invitation = self.engine, self.rendezvous.invitation
         try:
-            self.workers = engine.world_size()
+            workers = engine.world_size()
+            if workers < 1:  # nobody would be waited for, and a version would count as served
+                raise RefitError(f"{engine.name} has {workers} workers by its own account; it must have at least one")
+            self.workers = workers
             self._check(engine)
             self.rendezvous.expect(self._sources + self.workers)
             where = meeting_at(invitation, self._sources, self.options, staging_bytes)

@@ -231,6 +231,14 @@ def test_a_client_of_another_kind_may_have_an_engine() -> None:
         check_given_once([own, own])
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_engine_without_workers_does_not_count_as_one_that_serves(size: int) -> None:
+    with answering(ok(f'{{"world_size": {size}}}')) as engine:
+        message = f"{engine.name} has {size} workers by its own account; it must have at least one"
+        with pytest.raises(RefitError, match=f"cannot start the refit: .*{message}"):
+            prepare([engine])
+
+
 class Broken:
     """A client that fails as nobody thought of."""
 
