@@ -121,7 +121,7 @@ class VersionKeeper(Protocol):
 class Joined:
     """Adds to later calls the token of the session that an engine joined last.
 
-    Calls about an adapter have their own session's token. They may come late, when weights are pushed in another one.
+    A call about an adapter brings the token of the adapter's own session, passes unchanged, and changes nothing here.
 
     Attributes:
         token: the token of that session.
