@@ -142,7 +142,7 @@ class EtpCheckpointEngine(CheckpointEngine):
         """
         if (host, *(one._actor_id for one in workers)) == (self._host, *(one._actor_id for one in self._workers)):
             return
-        self._workers, self._host = [], ""  # until all are found: another attempt must not end above
+        self._workers, self._host = [], ""  # so that another attempt does not return above if this one fails
         self._sender.connect(host, self._find_servers(workers) if self._is_first else [])
         self._workers, self._host = workers, host
 

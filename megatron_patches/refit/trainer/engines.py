@@ -209,14 +209,14 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
             raise ValueError(f"{known[0]} is given {ids.count(known)} times; give each server once")
 
 
-def behind(engine: EngineClient) -> EngineClient:
+def engine_of(engine: EngineClient) -> EngineClient:
     """The engine that a client calls, which differs from the client if that is for versions of an adapter."""
     return engine.engine if isinstance(engine, AdapterEngine) else engine
 
 
 def _identity(engine: EngineClient) -> tuple[str, int]:
     """An engine's name for messages, and a number that distinguishes it from engines of the same name."""
-    engine = behind(engine)
+    engine = engine_of(engine)
     if isinstance(engine, HttpEngine):
         return f"engine URL {engine.name}", 0
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.trainer.engine_client import EngineClient
-from megatron_patches.refit.trainer.engines import HttpEngine, behind, check_given_once
+from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once, engine_of
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Roster:
         Raises:
             RefitError: with both names.
         """
-        asked = behind(engine)
+        asked = engine_of(engine)
         server = asked.server if isinstance(asked, HttpEngine) else ""
         with self._lock:
             known = self._servers.get(server)
