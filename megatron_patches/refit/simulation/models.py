@@ -1,4 +1,4 @@
-"""Configurations of well-known models, for plans without a checkpoint at hand, and refusals of others.
+"""Configurations of well-known models, for plans without a checkpoint at hand; refuses what no trainer supports.
 
 Refused are entries that no trainer's model supports, so that a live engine with them would be refused when it joins.
 None changes the shape of a tensor, so a plan could still be made and proved.
