@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode
+from megatron_patches.refit.trainer.engine_client import EngineClient, PauseMode, why_not_up
 from megatron_patches.refit.trainer.engines import HttpEngine
 from megatron_patches.refit.trainer.publisher import PublishHandle, WeightPublisher
 from megatron_patches.refit.trainer.push_options import OnEngineFailure, RefitOptions
@@ -86,7 +85,7 @@ class EtpWeightTransfer:
         """
         deadline = time.monotonic() + self._startup_s
         for engine in self._engines:
-            while (reason := _why_not_up(engine)) is not None:
+            while (reason := why_not_up(engine)) is not None:
                 if time.monotonic() > deadline:
                     raise RefitError(f"{engine.name} was not up within {self._startup_s:g} s: {reason}")
                 time.sleep(min(_POLL_S, self._startup_s))
@@ -192,12 +191,3 @@ def module_of(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
             part = part._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
         part._buffers[last] = tensor
     return root
-
-
-def _why_not_up(engine: EngineClient) -> str | None:
-    """Why an engine is not up; None if it is."""
-    try:
-        engine.check_up()
-    except RefitError as error:
-        return describe_error(error)
-    return None

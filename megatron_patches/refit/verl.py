@@ -142,8 +142,9 @@ class EtpCheckpointEngine(CheckpointEngine):
         """
         if (host, *(one._actor_id for one in workers)) == (self._host, *(one._actor_id for one in self._workers)):
             return
+        self._workers, self._host = [], ""  # so that another attempt does not return above if this one fails
+        self._sender.connect(host, self._find_servers(workers) if self._is_first else [])
         self._workers, self._host = workers, host
-        self._sender.connect(host, self._find_servers() if self._is_first else [])
 
     async def send_weights(self, weights: ModelWeights, global_steps: int | None = None) -> dict[str, float]:
         """Sends a version, and waits until the servers serve it. On all ranks of the actor.
@@ -171,9 +172,9 @@ class EtpCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Does nothing: connections stay open."""
 
-    def _find_servers(self) -> list[VerlServer]:
+    def _find_servers(self, workers: list[ActorHandle]) -> list[VerlServer]:
         replicas: Counter[int] = Counter()
-        for worker in self._workers:
+        for worker in workers:
             name = f"a worker of {_ROLLOUT}"
             replicas[answer_of(name, "get_replica_rank", worker.get_replica_rank.remote(), self._timeout_s)] += 1
         servers = [VerlServer(f"{_ROLLOUT}_server_{rank}_0", size, self._timeout_s) for rank, size in replicas.items()]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.refit import OnEngineFailure, RefitOptions
+from megatron_patches.refit import OnEngineFailure, RefitOptions, trl
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.trainer.engine_client import PauseMode
 from megatron_patches.refit.trl import EtpWeightTransfer, module_of
@@ -136,6 +136,24 @@ def test_an_engine_that_is_not_up_is_named_after_a_while() -> None:
     assert "\n" not in str(failed.value)
     transfer.resume()  # there is nothing to wait for
     transfer.destroy()
+
+
+class _Starting:
+    """A program's own client of an engine that comes up with the second call."""
+
+    name, calls = "own", 0
+
+    def check_up(self) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise ConnectionRefusedError("not yet")
+
+
+def test_an_engine_whose_client_raises_errors_of_its_own_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "_POLL_S", 0.01)
+    engine: Any = _Starting()
+    EtpWeightTransfer([engine], startup_s=30.0).init_weight_transfer()
+    assert engine.calls == 2
 
 
 def test_an_engine_of_another_model_refuses_and_keeps_what_it_serves(engine: PlainEngine) -> None:

@@ -1,6 +1,6 @@
-"""A destination's own plan: which sources send it which boxes, from the layouts that overlap what it wants; and these.
+"""Plans which sources send a destination which boxes, and finds the layouts of sources that it needs for that.
 
-The plan does not depend on other destinations, yet destinations together load replicas evenly:
+A destination's plan does not depend on other destinations, yet destinations together load replicas evenly:
 
 1. The wanted grids are cut into *blocks* in which the same source regions are present, and the wanted box into *cells*,
    each of which is held whole by all of its holders. Where sources cut a tensor differently, the intersection is

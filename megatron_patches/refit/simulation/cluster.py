@@ -1,6 +1,7 @@
 """Describes a trainer and an engine offline: the manifests of both sides, from a configuration and the mesh sizes.
 
-Of a model that is too large to be moved in memory, it chooses layers: as many as fit, first one of every kind.
+If a model is too large to be moved in memory, :func:`sample_layers` chooses layers: one of every kind, and then as many
+as fit.
 """
 
 from __future__ import annotations

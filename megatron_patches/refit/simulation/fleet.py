@@ -1,8 +1,8 @@
-"""All parties of a refit without their processes, a registry of what sources hold, and some parties that really run.
+"""All parties of a refit without their processes, a registry of what sources hold, and what single parties cost.
 
 After planning, each party says where it runs and where it listens, and both ends of a link greet each other. Names,
-addresses and secrets are made up, of the length that real ones have. A worker that runs does so by the code of a real
-refit, and its messages are counted.
+addresses and secrets are made up, of the length that real ones have. To tell what a party costs, the code of a real
+refit is run for it, and its messages are counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Configurations of well-known models, for plans without a checkpoint at hand, and entries that no trainer supports.
+"""Configurations of well-known models, for plans without a checkpoint at hand; refuses what no trainer supports.
 
-A live engine with such an entry would be refused. None changes the shape of a tensor, so a plan could still be made and
-proved.
+Refused are entries that no trainer's model supports, so that a live engine with them would be refused when it joins.
+None changes the shape of a tensor, so a plan could still be made and proved.
 """
 
 from __future__ import annotations

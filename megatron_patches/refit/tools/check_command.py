@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel, positive
-from megatron_patches.refit.command import is_first, run_together
+from megatron_patches.refit.command import run_together
 from megatron_patches.refit.control.exchange import default_exchange, on_first
 from megatron_patches.refit.control.http_calls import HttpCalls
 from megatron_patches.refit.errors import ModelMismatchError, RefitError
@@ -93,24 +93,28 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    return run_together(lambda progress: _compared(options, progress), (RefitError, ValueError))
+    found: dict[str, tuple[Agreement, Agreement]] = {}
+
+    def compare(progress: Progress) -> str:
+        found.update(_check(options, progress))
+        return _table(found)
+
+    # A table printed before the progress ends would be drawn over by its bars.
+    return run_together(compare, (RefitError, ValueError)) or run_together(lambda _: _judge(found, options.most_kl))
 
 
-def _compared(options: argparse.Namespace, progress: Progress) -> str:
-    """Prints how far each engine agrees with the trainer. Returns that they do, in words.
+def _judge(found: Mapping[str, tuple[Agreement, Agreement]], most_kl: float) -> str:
+    """Returns, in words, that the engines agree with the trainer after the push.
 
     Raises:
         ModelMismatchError: if one does not.
     """
-    found = _check(options, progress)
-    if is_first():
-        Console().print(_table(found))
     for url, (_, after) in found.items():
-        if not after.kl <= options.most_kl:
+        if not after.kl <= most_kl:
             raise ModelMismatchError(
-                f"KL({url} || trainer) is {after.kl:.2g} after the push, more than --most-kl {options.most_kl:g}; "
-                "the weights arrived bit for bit, so the two compute another model from them: compare their "
-                "configurations and kernels"
+                f"KL({url} || trainer) is {after.kl:.2g} after the push, more than --most-kl {most_kl:g}; the weights "
+                "arrived bit for bit, so the two compute another model from them: compare their configurations and "
+                "kernels"
             )
     return f"trainer and {len(found)} engine(s) agree"
 
@@ -186,14 +190,18 @@ def _ask(server: HttpCalls, vocab_size: int, options: argparse.Namespace) -> Sam
     )
 
 
-def _table(found: dict[str, tuple[Agreement, Agreement]]) -> Table:
+def _table(found: Mapping[str, tuple[Agreement, Agreement]]) -> str:
+    """The table as text, in the width and style of standard output."""
     table = Table(title="log-probabilities of what the engines write: trainer less engine")
     for column in ("engine", "push", "tokens", "KL, nats", "mean |d|", "largest |d|"):
         table.add_column(column, justify="left" if column in ("engine", "push") else "right")
     for url, pair in found.items():
         for when, one in zip(("before", "after"), pair, strict=True):
             table.add_row(url, when, str(one.tokens), f"{one.kl:.2e}", f"{one.mean:.2e}", f"{one.largest:.2e}")
-    return table
+    console = Console()
+    with console.capture() as shown:
+        console.print(table)
+    return shown.get().rstrip("\n")
 
 
 def log_probabilities(chunks: list[torch.nn.Module], tokens: torch.Tensor) -> torch.Tensor | None:

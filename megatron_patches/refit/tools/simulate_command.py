@@ -108,8 +108,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     trainer, engine, hosts = cluster_from(options)
     if options.workers < 1 or options.requests < 1:
         raise RefitError(
-            f"--workers, --requests: a sample of {options.workers} workers and requests of {options.requests}; at "
-            "least one of each"
+            f"--workers is {options.workers} and --requests is {options.requests}; each must be at least 1"
         )
     sides = of_flag(
         "--engines",

@@ -88,7 +88,11 @@ class Coordinator:
         with self._lock:
             self._check_names([*self.roster.present, engine])
             self.roster.add([engine])
-            self._join_now(engine)
+            try:
+                self._join_now(engine)
+            except PartyFailedError:  # otherwise the next push would try again, and fail for all engines
+                self.roster.discard(engine)
+                raise
 
     def detach(self, name: str) -> None:
         """Removes an engine: from fan-out at once, and from the trainer's subscriptions at the next push.

@@ -15,6 +15,7 @@ verified into a folder of its own, and remove the folder once neither a name nor
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import StrEnum
@@ -22,6 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_patches.refit.control.adapter_names import session_folder, version_name
+from megatron_patches.refit.control.exchange import describe_error
+
+logger = logging.getLogger(__name__)
 
 
 class PauseMode(StrEnum):
@@ -78,6 +82,17 @@ class EngineClient(Protocol):
         """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause continues."""
 
 
+def why_not_up(engine: EngineClient) -> str | None:
+    """Why an engine cannot be reached; None if it can."""
+    try:
+        engine.check_up()
+    except Exception as error:  # noqa: BLE001 - a program's own client raises what it likes
+        reason = describe_error(error)
+        logger.debug("refit: %s is not up: %s", engine.name, reason)
+        return reason
+    return None
+
+
 @runtime_checkable
 class Sleeper(Protocol):
     """An engine that can sleep; with the methods of :class:`EngineClient`. See [Note: sleeping]."""
@@ -106,7 +121,7 @@ class VersionKeeper(Protocol):
 class Joined:
     """Adds to later calls the token of the session that an engine joined last.
 
-    Calls about an adapter have their own session's token. They may come late, when weights are pushed in another one.
+    A call about an adapter brings the token of the adapter's own session, passes unchanged, and changes nothing here.
 
     Attributes:
         token: the token of that session.

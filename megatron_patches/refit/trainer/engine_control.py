@@ -22,6 +22,7 @@ from megatron_patches.refit.trainer.engine_client import (
     Sleeper,
     SleepMode,
     VersionKeeper,
+    why_not_up,
 )
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.transports.base import AUTO
@@ -240,13 +241,16 @@ class EngineControl:
     def _join(self, staging_bytes: int) -> None:
         engine, invitation = self.engine, self.rendezvous.invitation
         try:
-            self.workers = engine.world_size()
+            workers = engine.world_size()
+            if workers < 1:  # nobody would be waited for, and a version would count as served
+                raise RefitError(f"{engine.name} has {workers} workers by its own account; it must have at least one")
+            self.workers = workers
             self._check(engine)
             self.rendezvous.expect(self._sources + self.workers)
             where = meeting_at(invitation, self._sources, self.options, staging_bytes)
             engine.call({"call": "join", "token": invitation.token, **where})
         except Exception as error:
-            self.unreachable = not _is_up(engine)
+            self.unreachable = why_not_up(engine) is not None
             self.rendezvous.give_up(describe_error(error))  # nobody waits for workers that do not come
             raise
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
@@ -359,12 +363,3 @@ def meeting_at(invitation: Invitation, sources: int, options: RefitOptions, stag
         "memory": options.memory.value,
         "payload": options.payload.value,
     }
-
-
-def _is_up(engine: EngineClient) -> bool:
-    try:
-        engine.check_up()
-    except Exception as error:  # noqa: BLE001 - whatever the reason, it does not answer
-        logger.debug("refit: %s is not up: %s", engine.name, error)
-        return False
-    return True

@@ -23,7 +23,7 @@ from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.http_calls import HttpCalls, NotFoundError, NotShownError
 from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME, ServerLease
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.trainer.engine_client import EngineClient, Joined, PassedEngine, PauseMode
+from megatron_patches.refit.trainer.engine_client import AdapterEngine, EngineClient, Joined, PassedEngine, PauseMode
 
 _EMPTYING_S = 10.0  # for users of the prefix cache, such as a KV connector's transfer, to end
 _RETRY_S = 0.25
@@ -83,7 +83,8 @@ class HttpEngine:
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
-        self._lease_s = float(call.get("lease_s", self._lease_s))
+        if "adapter" not in call:  # a session about an adapter pauses nothing
+            self._lease_s = float(call.get("lease_s", self._lease_s))
         try:
             self._http.call("POST", "init_weight_transfer_engine", {"init_info": self._joined.told(call)})
         except BaseException:
@@ -208,9 +209,14 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
             raise ValueError(f"{known[0]} is given {ids.count(known)} times; give each server once")
 
 
+def engine_of(engine: EngineClient) -> EngineClient:
+    """The engine that a client calls, which differs from the client if that is for versions of an adapter."""
+    return engine.engine if isinstance(engine, AdapterEngine) else engine
+
+
 def _identity(engine: EngineClient) -> tuple[str, int]:
     """An engine's name for messages, and a number that distinguishes it from engines of the same name."""
-    engine = getattr(engine, "engine", engine)  # the engine behind a client for something else, such as adapters
+    engine = engine_of(engine)
     if isinstance(engine, HttpEngine):
         return f"engine URL {engine.name}", 0
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.trainer.engine_client import EngineClient
-from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
+from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once, engine_of
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,11 @@ class Roster:
             self._engines = left
             self._lost = [lost for lost in self._lost if lost.engine.name != name]
 
+    def discard(self, engine: EngineClient) -> None:
+        """Removes an engine that was added and could not begin to join."""
+        with self._lock:
+            self._engines = [one for one in self._engines if one is not engine]
+
     def set(self, engines: Sequence[EngineClient]) -> None:
         """Replaces all engines.
 
@@ -108,7 +113,8 @@ class Roster:
         Raises:
             RefitError: with both names.
         """
-        server = engine.server if isinstance(engine, HttpEngine) else ""
+        asked = engine_of(engine)
+        server = asked.server if isinstance(asked, HttpEngine) else ""
         with self._lock:
             known = self._servers.get(server)
             if known is not None and known.name != engine.name and known in self._engines:

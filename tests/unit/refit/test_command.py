@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from megatron_patches.refit import command
 from megatron_patches.refit.__main__ import build_parser
+from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.tools import check_command
 from tests.support.imports import ROOT
 
@@ -48,3 +53,29 @@ def test_samples_that_a_virtual_pipeline_cannot_score_are_refused(capsys: pytest
     assert capsys.readouterr().err == (
         "error: --samples is 16; a virtual pipeline needs a multiple of the 3 stages (--pipeline-model-parallel-size)\n"
     )
+
+
+@pytest.mark.parametrize(("most_kl", "status"), [(0.5, 0), (0.05, 1)])
+def test_a_comparison_is_shown_once_no_bar_is_drawn_over_it(
+    most_kl: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def bars(_shows: bool) -> Iterator[Progress]:
+        try:
+            yield Progress()
+        finally:
+            sys.stdout.write("bars\n")
+
+    monkeypatch.setattr(command, "shown_progress", bars)
+    before, after = check_command.Agreement(3, 0.7, 0.2, 0.3), check_command.Agreement(3, 0.1, 0.2, 0.3)
+    monkeypatch.setattr(check_command, "_check", lambda *_: {"http://a": (before, after)})
+    assert check_command.main(argparse.Namespace(most_kl=most_kl)) == status
+    shown, said = capsys.readouterr()
+    lines = shown.splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("│ http://a │")]
+    assert [lines[number].split("│")[4].strip() for number in rows] == ["7.00e-01", "1.00e-01"]
+    assert lines.index("bars") < rows[0]
+    if status:
+        assert said.startswith("error: KL(http://a || trainer) is 0.1 after the push, more than --most-kl 0.05; ")
+    else:
+        assert lines[-1] == "trainer and 1 engine(s) agree"

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.trainer import roster
 from megatron_patches.refit.trainer.coordinator import Coordinator
 from megatron_patches.refit.trainer.push_options import OnEngineFailure
@@ -54,6 +55,18 @@ def test_engines_of_one_name_all_join() -> None:
         again = coordinator.orders()
         assert not again.new
         assert again.taking == list(subscribed)
+
+
+def test_an_engine_whose_attaching_raises_is_not_attached() -> None:
+    """Otherwise the next push would fail for all, and attaching it again would be refused as a repetition."""
+    coordinator = Coordinator(RefitOptions(host="192.0.2.1"), 1, dict, lambda _: None)
+    coordinator.resume()
+    engine, same = Engine("one"), Engine("one")
+    for each in (engine, same, engine):
+        with pytest.raises(PartyFailedError, match=r"cannot listen on 192\.0\.2\.1"):
+            coordinator.attach(cast(Any, each))
+    assert not coordinator.roster.attached
+    coordinator.close()
 
 
 def test_engines_that_send_to_each_other_need_names_of_their_own() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron_patches.refit.control.lease import ServerLease
 from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.control.secret import VALUE_VARIABLE
 from megatron_patches.refit.errors import RefitError
@@ -209,6 +210,33 @@ def test_a_server_with_two_names_is_refused_at_once() -> None:
         for each in roster.present:
             assert each.world_size() == 1
             roster.check_other(each)
+        roster.set([AdapterEngine(server, "math", 1, "folder") for server in (engine, alias)])
+        assert alias.world_size() == 1
+        first, second = roster.present
+        roster.check_other(first)
+        with pytest.raises(RefitError, match=f"{names} are one server; give it once"):
+            roster.check_other(second)
+
+
+class _Own:
+    """A client of a program's own. What it calls ``engine`` is its business."""
+
+    name, engine = "own", object()
+
+
+def test_a_client_of_another_kind_may_have_an_engine() -> None:
+    own: Any = _Own()
+    check_given_once([own, _Own()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="own is given 2 times"):
+        check_given_once([own, own])
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_engine_without_workers_does_not_count_as_one_that_serves(size: int) -> None:
+    with answering(ok(f'{{"world_size": {size}}}')) as engine:
+        message = f"{engine.name} has {size} workers by its own account; it must have at least one"
+        with pytest.raises(RefitError, match=f"cannot start the refit: .*{message}"):
+            prepare([engine])
 
 
 class Broken:
@@ -333,6 +361,18 @@ def test_a_late_call_about_an_adapter_does_not_change_the_session_of_the_weights
         ("join", "math", "c"),
         ("commit", None, "b"),
     ]
+
+
+def test_a_session_about_an_adapter_does_not_change_how_long_weights_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[tuple[str, float]] = []
+    monkeypatch.setattr(ServerLease, "take", lambda _, *lease: taken.append(lease))
+    with answering(ok("{}")) as engine:
+        engine.call({"call": "join", "token": "b" * 64, "lease_s": 7.0})
+        AdapterEngine(engine, "math", 1, "folder").call({"call": "join", "token": "a" * 64, "lease_s": 1.0})
+        engine.pause(PauseMode.WAIT)
+    assert taken == [("b" * 64, 7.0)]
 
 
 @pytest.mark.parametrize(

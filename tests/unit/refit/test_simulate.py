@@ -211,7 +211,7 @@ def test_a_missed_target_is_the_exit_status(
         ("to", "tp=2,ep=3", "--to: ep is 3"),
         ("engines", "0", "--engines: there are 0 engines"),
         ("replicas", "0", "--replicas is 0"),
-        ("requests", "0", "--workers, --requests: a sample of 1 workers and requests of 0"),
+        ("requests", "0", "--workers is 1 and --requests is 0; each must be at least 1"),
         ("ranks_per_host", "0", "--ranks-per-host: ranks_per_host is 0"),
         ("json", "/nowhere/found.json", "--json: there is no directory /nowhere"),
         ("json", "/", "--json: cannot write /: Is a directory"),
