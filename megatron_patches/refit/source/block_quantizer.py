@@ -9,9 +9,9 @@ grids differ, and the weight is quantized again.
 they are written. So neither a look-up nor waiting for a part takes longer for more weights.
 
 [Note: straddling] A block that lies on several ranks needs the largest magnitude of all its parts. The ranks find out
-once which blocks do. Then a push costs one all-reduce over these blocks. Each rank of a block holds its scale. On a GPU,
-the scale of a block that is whole on a rank follows from that rank alone. So if another replica of the weight cuts that
-block, all parts must be there, as they are with every mesh of Megatron's and PyTorch's.
+once which blocks do. Then a push costs one all-reduce over these blocks. Each rank of a block holds its scale. On a
+GPU, the scale of a block that is whole on a rank follows from that rank alone. So if another replica of the weight cuts
+that block, all parts must be there, as they are with every mesh of Megatron's and PyTorch's.
 """
 
 from __future__ import annotations
