@@ -18,13 +18,13 @@ import torch
 from megatron_patches.checkpoint.model_state import is_sharded
 from megatron_patches.registry import PatchRecord
 
-Named = tuple[str, torch.nn.Parameter]
+_Named = tuple[str, torch.nn.Parameter]
 
 
 def _replace(reduce: Callable[..., None]) -> Callable[..., None]:
-    found: WeakKeyDictionary[torch.nn.Module, list[Named]] = WeakKeyDictionary()
+    found: WeakKeyDictionary[torch.nn.Module, list[_Named]] = WeakKeyDictionary()
 
-    def replicated(chunk: torch.nn.Module) -> Iterable[Named]:
+    def replicated(chunk: torch.nn.Module) -> Iterable[_Named]:
         if chunk not in found:
             found[chunk] = [each for each in chunk.named_parameters() if not is_sharded(each[1])]
         return found[chunk]
