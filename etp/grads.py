@@ -26,7 +26,7 @@ import torch
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
-from etp.shard import Shard
+from etp.shard import Shard, read_grad, write_grad
 from etp.shard_grad import ShardGrad, plain
 from etp.stack import Stack
 from etp.streams import InFlight
@@ -220,7 +220,7 @@ class Destinations:
         # Otherwise each attribute of a Tensor subclass would cost a Python call.
         with torch._C.DisableTorchFunctionSubclass():
             mains = [getattr(shard, "main_grad", None) for shard in shards]
-            found = [shard.grad if main is None else main for shard, main in zip(shards, mains, strict=True)]
+            found = [read_grad(shard) if main is None else main for shard, main in zip(shards, mains, strict=True)]
             known = [
                 target.as_subclass(torch.Tensor) if isinstance(target, ShardGrad) else target
                 for target in found
@@ -250,9 +250,9 @@ class Destinations:
         with torch._C.DisableTorchFunctionSubclass():
             for shard, made in self.fresh:
                 # Autograd may have set a gradient meanwhile, for example that of a penalty on the shard itself.
-                target = shard.grad if (main := getattr(shard, "main_grad", None)) is None else main
+                target = read_grad(shard) if (main := getattr(shard, "main_grad", None)) is None else main
                 if target is None:
-                    shard.grad = made
+                    write_grad(shard, made)
                 else:
                     target.add_(made)
 

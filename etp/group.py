@@ -9,7 +9,6 @@ that fails to start or to finish voids its slot.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter, methodcaller
@@ -421,10 +420,9 @@ class WeightGroup:
         """Run the hooks of the group and of its trained shards: the gradients of one backward pass are complete."""
         for hook in self.reduce_hooks:
             hook(None)
-        if any(map(_HAS_REDUCE_HOOKS, self.shards)):
-            for shard in itertools.compress(self.shards, self.trained()):
-                if shard.has_reduce_hooks:
-                    shard.run_reduce_hooks()
+        for shard in filter(_HAS_REDUCE_HOOKS, self.shards):
+            if shard.requires_grad:
+                shard.run_reduce_hooks()
 
     def run_hooks_of(self, shard: Shard) -> None:
         """Run the hooks of one shard, to which autograd has added all of a backward pass's gradient."""

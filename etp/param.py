@@ -26,7 +26,7 @@ from etp.errors import EtpStateError
 from etp.formats.base import WeightFormat
 from etp.layout import ShardLayout
 from etp.refusals import meet_whole_weight, refusal
-from etp.shard import Shard, own_rank, uncompiled
+from etp.shard import Shard, own_rank, read_grad, uncompiled, write_grad
 from etp.shard_grad import owned_grad
 from etp.te import active_format
 from etp.terms import call_with_counted
@@ -39,9 +39,7 @@ _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 _NUMEL = frozenset({torch.numel, torch.Tensor.numel, torch.Tensor.nelement})
 
-# Called when ``param.grad`` or ``param.data`` is read or assigned.
-_READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-_WRITE_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+# Called when ``param.data`` is read or assigned.
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -74,6 +72,25 @@ class ETPShardedParam(Shard):
         return math.prod(self._layout.shape)
 
     nelement = numel
+
+    # Without __torch_function__, which takes ten times as long: Megatron reads and assigns it after each reduction.
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the shard, a :class:`etp.shard_grad.ShardGrad`."""
+        if torch._C._is_torch_function_enabled():
+            return owned_grad(self, self._reference)
+        return read_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and torch._C._is_torch_function_enabled() and self.has_driver:
+            self.driver.reductions.require_complete(self.weight_group)
+        with torch._C.DisableTorchFunctionSubclass():
+            write_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def _shared_data(self) -> torch.Tensor:
         """The tensor that ``data`` returns. All have one version counter, so that writes through them are counted.
@@ -164,7 +181,7 @@ class ETPShardedParam(Shard):
     # Python protocols ---------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_function__(  # noqa: PLR0911 - one for each kind of function
+    def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/allowed.py`` does not list.
@@ -179,10 +196,6 @@ class ETPShardedParam(Shard):
         if sharded is not None and isinstance(kwargs.get("weight", args[1] if len(args) > 1 else None), cls):
             with torch._C.DisableTorchFunctionSubclass():
                 return sharded(*args, **kwargs)
-        if func == _READ_GRAD:
-            return owned_grad(args[0], args[0]._reference)
-        if func == _WRITE_GRAD and args[1] is not None and isinstance(args[0], cls) and args[0].has_driver:
-            args[0].driver.reductions.require_complete(args[0].weight_group)
         if func == _READ_DATA:
             return args[0]._shared_data()
         if func == _WRITE_DATA and isinstance(args[0], cls):

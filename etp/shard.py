@@ -39,6 +39,11 @@ class _SetLater:
 needs_grad: Callable[[torch.Tensor], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 """``requires_grad`` without a Python call, for the engine: where ``__torch_function__`` is turned off."""
 
+_GRAD: Any = torch._C.TensorBase.grad
+read_grad: Callable[[torch.Tensor], torch.Tensor | None] = _GRAD.__get__
+write_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
+"""``grad``, likewise."""
+
 
 def _described(name: str) -> Any:
     """A property of tensors that is read without ``__torch_function__``, which takes ten times as long.

@@ -31,7 +31,7 @@ from etp import scalars
 from etp.allowed import COMPUTES, changes_in_place, is_refused
 from etp.errors import EtpStateError
 from etp.refusals import BY_ROW, refuse_rows
-from etp.shard import Shard
+from etp.shard import Shard, read_grad, write_grad
 
 
 class ShardGrad(torch.Tensor):
@@ -115,11 +115,11 @@ def owned_grad(owner: Shard, reference: Callable[[], Shard | None]) -> ShardGrad
         reference: a weak reference to it.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        grad = owner.grad
+        grad = read_grad(owner)
         if grad is None or (isinstance(grad, ShardGrad) and grad.belongs_to(owner)):
             return grad
-        owner.grad = ShardGrad.of(grad, reference)
-        made: ShardGrad = owner.grad
+        made = ShardGrad.of(grad, reference)
+        write_grad(owner, made)
         return made
 
 

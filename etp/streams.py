@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +115,12 @@ def current_stream(device: torch.device) -> Any:
     return _stream(*torch._C._cuda_getCurrentStream(device.index))
 
 
+def _in_range(work: Callable[[], InFlight | None], label: str) -> InFlight | None:
+    """See [Note: profiler ranges]."""
+    with profiler.record_function(RANGE.format(label)):
+        return work()
+
+
 def let_follow(stream: Any, other: Any) -> None:
     """Order ``stream`` after all work enqueued on ``other`` so far; no-op if they are the same, or both None."""
     if stream != other:
@@ -169,13 +176,7 @@ class Lane:
             the work, to wait for.
         """
         if label and profiler._is_profiler_enabled:
-            with profiler.record_function(RANGE.format(label)):
-                return self._start(work, waits, beside, label)
-        return self._start(work, waits, beside, label)
-
-    def _start(
-        self, work: Callable[[], InFlight | None], waits: Sequence[Any] | None, beside: Any, label: str
-    ) -> InFlight:
+            work = partial(_in_range, work, label)
         stream = self._stream
         if stream is None:
             return work() or InFlight()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -42,6 +43,19 @@ def test_whoever_made_it_a_gradient_is_read_as_a_shards(param: ETPShardedParam) 
     (param * 3).sum().backward()
     assert isinstance(param.grad, ShardGrad)
     assert torch.equal(plain(param.grad), torch.full_like(given, 3.0))
+
+
+def test_reading_assigning_and_deleting_it_takes_no_dispatch(
+    param: ETPShardedParam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's hook reads and assigns the gradient of each weight in each backward pass."""
+    calls = Counter[object]()
+    monkeypatch.setattr(ETPShardedParam, "__torch_function__", lambda func, *_: calls.update([func]))
+    param.grad = torch.randn(param.layout.shard_shape)
+    assert isinstance(param.grad, ShardGrad)
+    del param.grad
+    assert param.grad is None
+    assert not calls
 
 
 def test_it_is_one_object_and_remembers_whose_it_is(param: ETPShardedParam) -> None:
