@@ -2,7 +2,8 @@
 
 Megatron averages their gradients over the shard group at the end of a step. With this fix, it looks at a model's
 modules once, and in later steps only at the parameters that are not sharded. Whether one of them is trained is still
-asked in each step.
+asked in each step. A parameter that takes another one's place later is not seen; Megatron's gradient buffers and its
+optimizer do not have it, either.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class _Compiled:
         tiles: one tensor per launch.
         addresses: addresses of the storages that ``tables`` are made for.
         tables: one tensor per launch.
-        copied: what ``tables`` are copied from. Like ``parts``, kept: some GPUs read memory that is not pinned later.
+        copied: what ``tables`` are copied from; kept, like ``parts``, because a GPU may read it after the call.
     """
 
     ends: Mapping[str, int]
