@@ -116,7 +116,8 @@ def _take_all[Found](
             if connection is receiving:
                 take(found)
             else:
-                reasons |= [found]
+                rank, reason = found
+                reasons[rank] = reason
         if reasons or any(process.exitcode for process in processes):
             # The others may be waiting for it; what they say when they notice is worth a moment.
             deadline = min(deadline, time.monotonic() + _OTHERS_END_S)
