@@ -129,12 +129,14 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
                 "source.held_names() names a part of the model, and the first rank must iterate whole tensors of all "
                 "of it; use WeightPublisher, which sends each rank's part from that rank"
             )
-        if isinstance(client, RayVLLMWeightSyncClient) and init_info.world_size % len(client.handles):
-            raise ValueError(
-                f"world_size is {init_info.world_size}, and client has {len(client.handles)} actors; it is the number "
-                "of all their workers, of which each actor has equally many. Actors of several sizes each need a "
-                "client of their own"
-            )
+        if isinstance(client, RayVLLMWeightSyncClient):
+            actors = len(client.handles)
+            if not actors or init_info.world_size % actors:
+                raise ValueError(
+                    f"world_size is {init_info.world_size}, and client has {actors} actors; it is the number of all "
+                    "their workers, of which each actor has equally many. Actors of several sizes each need a client "
+                    "of their own"
+                )
         return cls(init_info, client=client, source=source)
 
     @property

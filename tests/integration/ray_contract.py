@@ -89,6 +89,7 @@ def main(folder: Path) -> None:
             reasons.append(str(error))
 
     note()
+    fail([])
     fail(actors)
     fail(actors[1], "127.0.0.1")
     note()

@@ -77,7 +77,8 @@ def test_actors_behind_vllms_ray_client_hold_what_fresh_engines_do(tmp_path: Pat
     assert refused == [first, second]
     assert sent == [[second[0], "1"], [first[0], "1"]]
     assert both == [[second[0], "2"], [second[0], "2"]]
-    several, stranger, dead = found["reasons"]
+    none, several, stranger, dead = found["reasons"]
+    assert none.startswith("world_size is 1, and client has 0 actors")
     assert several.startswith("world_size is 1, and client has 2 actors")
     assert "1 of the workers of Ray actor" in stranger
     assert "did not join" in stranger
