@@ -6,14 +6,13 @@ every wanted box, at the place that the destination's *manifest* states, not the
 digests.
 
 [Note: reading back] Boxes are read back in a few parts, each as soon as the last of its bytes have arrived, so that
-only the last part delays a version. Reading all of them at the end took a tenth of a push. The last parts are small,
-unless a box is large. No load writes where another one has written (the proof says so), so a box does not change once
-it is complete.
+only the last part delays a version. Reading all of them at the end took a tenth of a push. No load writes where another
+one has written (the proof says so), so a box does not change once it is complete.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from megatron_patches.refit.memory.ports import Batch, Done, Memory, Payload, Pe
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.planning.plan import Link, Plan
 
-_LEFT = (*(eighths / 8 for eighths in range(7, 0, -1)), 1 / 16, 1 / 32, 1 / 64)  # of a version, where parts end
+_PARTS = 8
 
 
 class Unpacker:
@@ -240,7 +239,7 @@ class Unpacker:
 
     @cached_property
     def _parts(self) -> Sequence[_Part]:
-        """The parts in which the placements are read back, in the order in which they arrive."""
+        """The parts in which the placements are read back, of about equal size, in the order in which they arrive."""
         loads_of: dict[int, list[Load]] = defaultdict(list)
         for key, homes in self._homes.items():
             for home in np.unique(homes.placements):
@@ -256,15 +255,12 @@ class Unpacker:
 
         sizes = [piece.box.volume * itemsize(piece.dtype) for piece in self._wanted]
         homes_of: list[list[int]] = [[]]
-        size = left = sum(sizes)
-        ends = deque(share * size for share in _LEFT)
+        size, filled = sum(sizes), 0
         for home in sorted(range(len(sizes)), key=arrives):
-            if ends and left <= ends[0]:
+            if filled * _PARTS >= size * len(homes_of):
                 homes_of.append([])
-                while ends and left <= ends[0]:  # a large box passes several
-                    ends.popleft()
             homes_of[-1].append(home)
-            left -= sizes[home]
+            filled += sizes[home]
         return [
             _Part(
                 np.array(homes, dtype=np.int64),

@@ -227,7 +227,8 @@ class CudaIpcIncoming(IncomingWire):
         """Copies into this side's slot of the same number, which is free if the source's is."""
         start = slot * self._end.slot_bytes
         target = self._lease.buffer[start : start + nbytes]
-        self._copier.slot(self._opened.address + start, self._runtime.address_of(target), nbytes)
+        run = (self._opened.address + start, self._runtime.address_of(target), nbytes)
+        self._copier.runs(*np.array(run, dtype=np.int64).reshape(3, 1))
         return Then(self._copier.ended(), lambda _: target)
 
     def fetch_direct(self, load: Load, memory: Memory) -> Pending[object]:

@@ -322,32 +322,21 @@ class CudaExport:
 
 
 class CopyStreams:
-    """The streams of one GPU's copies: some that are used in turn, and one for the slots of each link.
+    """The streams of one GPU's copies, used in turn.
 
     Args:
         device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self.streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
         self._handles = [stream.cuda_stream for stream in self.streams]
         self._turn = 0
 
-    def another(self) -> int:
-        """Number of a stream that is not used in turn."""
-        self.streams.append(torch.cuda.Stream(self._device))
-        self._handles.append(self.streams[-1].cuda_stream)
-        return len(self.streams) - 1
-
     def next(self) -> tuple[int, int]:
         """Number and CUDA handle of the next stream."""
         self._turn = (self._turn + 1) % _STREAMS
-        return self._turn, self.handle(self._turn)
-
-    def handle(self, number: int) -> int:
-        """CUDA handle of a stream."""
-        return self._handles[number]
+        return self._turn, self._handles[self._turn]
 
 
 class CudaOpened:
@@ -383,8 +372,6 @@ class CudaCopier:
 
     def __init__(self, library: _Library, device: torch.device, streams: CopyStreams) -> None:
         self._library, self._device, self._streams, self._used = library, device, streams, set[int]()
-        # Slots do not wait for the many bytes that were asked for before them.
-        self._for_slots = streams.another()
 
     def runs(self, sources: Int64s, targets: Int64s, nbytes: Int64s) -> None:
         """Starts to copy runs of bytes, in any order.
@@ -403,11 +390,6 @@ class CudaCopier:
             return
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
             self._library.copy(target, source, length, self._next())
-
-    def slot(self, source: int, target: int, nbytes: int) -> None:
-        """Starts to copy a slot; raises as :meth:`runs`."""
-        self._used.add(self._for_slots)
-        self._library.copy(target, source, nbytes, self._streams.handle(self._for_slots))
 
     def rows(self, source: int, target: int, rows: Rows) -> None:
         """Starts to copy rows from ``source`` to ``target``, the addresses of the first row; raises as :meth:`runs`."""

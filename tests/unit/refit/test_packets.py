@@ -129,8 +129,8 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
         assert np.array_equal(found, held[box.tensor].reshape(box.shape))
 
 
-def test_little_is_left_to_be_read_back_when_the_last_load_arrives() -> None:
-    """64 matrices of 60 bytes arrive one after the other. With the last one, one part is read, of a 64th of all."""
+def test_each_eighth_is_read_back_when_its_last_load_arrives() -> None:
+    """64 matrices of 60 bytes arrive one after the other."""
     specs = [TensorSpec(f"t{i:02}", (5, 6), "bfloat16") for i in range(64)]
     plan = make_plan(specs, [manifest(0, specs, flip=False)], [wanted := manifest(0, specs, flip=True)])
     rng = np.random.default_rng(7)
@@ -144,9 +144,7 @@ def test_little_is_left_to_be_read_back_when_the_last_load_arrives() -> None:
         unpacker.accept(packet, payload).result()
         read.append(sum(unpacker._parts[part].placements.size for part in set(unpacker._reading) - before))
         before = set(unpacker._reading)
-    assert sum(read) == len(read) == 64
-    assert [at for at, count in enumerate(read) if count] == [7, 15, 23, 31, 39, 47, 55, 59, 61, 62, 63]
-    assert read[-1] == 1
+    assert [(at, count) for at, count in enumerate(read) if count] == [(at, 8) for at in range(7, 64, 8)]
     unpacker.verify()
 
 
