@@ -97,16 +97,12 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> dict[str, Calla
     copies = CopyVariants(group, device, weights.nbytes)
     gradients = Stack([torch.randn_like(weights[0])])
 
-    def gathered() -> InFlight:
-        engine.beside.wait_stream(torch.cuda.current_stream())
-        return engine.all_gather(weights, shards, "")
-
     def reduced(transport: Transport) -> InFlight:
         return transport.reduce_scatter(gradients, sinks, size, "", accumulate=True)
 
     found: dict[str, Callable[[], InFlight | None]] = {
         "gather, NCCL": lambda: c10d.all_gather(weights, shards, ""),
-        "gather, copy_engine": gathered,
+        "gather, copy_engine": lambda: engine.all_gather(weights, shards, ""),
     }
     ways = ((1, 1, False), (1, 1, True), (3, 1, False), (3, 1, True), (2, 4, False), (1, 8, False))
     for streams, pieces, push in ways:

@@ -36,7 +36,6 @@ from benchmarks.train_systems import BuildOptions, build
 VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
     "no communication": ("none_graph", frozenset()),
     "everything": ("etp_copy_engine_graph", frozenset()),
-    "without copies of a rank's own shards": ("etp_copy_engine_graph", frozenset({"own"})),
     "without sums of gradients": ("etp_copy_engine_graph", frozenset({"sum"})),
     "without sums and sends of gradients": ("etp_copy_engine_graph", frozenset({"sum", "send"})),
 }
@@ -53,12 +52,11 @@ class Selection:
     """Which parts of the traffic the transports leave out while this is installed.
 
     Attributes:
-        left_out: of "own" (copies within a GPU, in gathers), "send" (of gradients to peers) and "sum".
+        left_out: of "send" (of gradients to peers) and "sum".
     """
 
     def __init__(self) -> None:
         self.left_out: frozenset[str] = frozenset()
-        self._own: int | None = None
         self._reducing = False
 
     @contextlib.contextmanager
@@ -68,15 +66,7 @@ class Selection:
 
         copy_engine: Any = importlib.import_module("etp.collectives.copy_engine")
         transport = copy_engine.CopyEngineTransport
-        gather, reduce = transport.all_gather, transport.reduce_scatter
-        add, copy = copy_engine.accumulate_parts, CudaDriver.copy
-
-        def all_gather(made: Any, *arguments: Any) -> Any:
-            self._own = made.beside.cuda_stream
-            try:
-                return gather(made, *arguments)
-            finally:
-                self._own = None
+        reduce, add, copy = transport.reduce_scatter, copy_engine.accumulate_parts, CudaDriver.copy
 
         def reduce_scatter(made: Any, *arguments: Any) -> Any:
             self._reducing = True
@@ -91,12 +81,10 @@ class Selection:
             return ()  # no launches that would be repeated without asking
 
         def selected_copy(driver: Any, copies: Any, stream: int, origin: int = 0) -> None:
-            part = "send" if self._reducing else "own" if stream == self._own else None
-            if part not in self.left_out:
+            if not self._reducing or "send" not in self.left_out:
                 copy(driver, copies, stream, origin)
 
         changes: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [
-            (transport, "all_gather", gather, all_gather),
             (transport, "reduce_scatter", reduce, reduce_scatter),
             (copy_engine, "accumulate_parts", add, accumulate),
             (CudaDriver, "copy", copy, selected_copy),

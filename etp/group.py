@@ -338,9 +338,7 @@ class WeightGroup:
                 else:
                     copies = quantization.copies[index]
                     gather = partial(route.transport.all_gather, slot.buffers, copies, self.gather_label)
-            self._ready = route.gather.start(
-                gather, waits=waits, beside=route.transport.beside, label=self.gather_label
-            )
+            self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:

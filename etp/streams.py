@@ -160,7 +160,6 @@ class Lane:
         work: Callable[[], InFlight | None],
         *,
         waits: Sequence[Any] | None = None,
-        beside: Any = None,
         label: str = "",
     ) -> InFlight:
         """Start ``work`` on the lane.
@@ -169,7 +168,6 @@ class Lane:
             work: starts the collective and returns a handle to it, or None if it is only enqueued.
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all work enqueued on the current stream so far.
-            beside: a stream that ``work`` uses beside the lane's, which waits for the same.
             label: names the work in profiles, see [Note: profiler ranges], and in messages about lost peers.
 
         Returns:
@@ -185,8 +183,6 @@ class Lane:
             waits, self._forked = (self._begin, *(waits or ())), True
         for event in waits:
             event.wait(stream)
-            if beside is not None:
-                event.wait(beside)
         if self._device_module is not torch.cuda or torch._C._cuda_getDevice() != self.device.index:
             with self._device_module.stream(stream):
                 return self._started(work, label)

@@ -34,9 +34,6 @@ class Transport(ABC):
     """Watches what waits for peers on a GPU; None if nothing needs to be watched, or another watches."""
     capturing = False
     """Whether a CUDA graph is being captured."""
-    beside: Any = None
-    """The stream that gathers use beside the calling one, if any. The caller orders it, too, after all that has used
-    the memory that is gathered into."""
     captured = False
     """Whether one is, or has been: its replays refer to this transport's memory, and are not visible here."""
 

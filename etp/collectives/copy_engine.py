@@ -12,10 +12,9 @@ sum once for each group and place in the ring: a gradient may be in new memory e
 per peer is enough even for all experts of a layer, if these lie at a constant distance (see [Note: runs] in
 :mod:`etp.stack`).
 
-[Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it waits for the GEMM's last
-wave, and so does all later work in its stream. A gather therefore copies this rank's own chunk on a separate stream,
-:attr:`CopyEngineTransport.beside`, and only the consumer waits for it. That stream waits for the slot's readers itself,
-and for a publication at the first gather after it.
+[Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it may wait for the GEMM's last
+wave, so a gather copies this rank's own chunk after those of its peers. On a stream of its own, which costs the host an
+event and two waits for each gather, it made no step faster.
 
 [Note: receive ring] For a reduction, each rank copies chunk p of its gradient into peer p's receive ring, signals,
 waits for its peers' signals, and sums what arrived with its own chunk (:mod:`etp.collectives.sums`). Two places are
@@ -105,24 +104,23 @@ class _Staged:
     Attributes:
         number: index of the place in the ring.
         shards: the shards, stored in the place.
-        copies: the gather's copies.
+        gather: the copies from there.
     """
 
     number: int
     shards: Stack
-    copies: _Gather
+    gather: _Gather
 
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is.
+    """The copies of one gather, from the peers and then of this rank's own chunk; valid while ``published`` is.
 
-    ``started`` has two events, after the latest copies of either kind. Who waited for earlier ones has enqueued that.
+    The event of ``started`` is after the latest ones. Who waited for earlier ones has enqueued that.
     """
 
     published: _Published
-    from_peers: Copies
-    own: Copies
+    copies: Copies
     started: InFlight
 
 
@@ -177,12 +175,6 @@ class CopyEngineTransport(Transport):
         self._driver = CudaDriver()
         free = [channel + place for channel in (_Channel.PLACE_FREE, _Channel.STAGE_FREE) for place in range(_PLACES)]
         self._signals = Signals(self._group, _CHANNELS, device, self._driver, raised=free)
-        self.beside = torch.cuda.Stream(device, priority=-1)
-        """See [Note: own chunk]."""
-        self._own_end: Any = None
-        """An event after the latest copy of an own chunk; None if all has been waited for."""
-        self._publication: Any = None
-        """An event after the latest publication, until a gather has ordered :attr:`beside` after it."""
         self.watchdog = Watchdog(timeout_s, who(group), self._driver.allow_calls_during_capture, device)
         self._adopted: list[SymmetricBuffer] = []
         self._quantized: list[SymmetricBuffer] = []
@@ -224,7 +216,6 @@ class CopyEngineTransport(Transport):
         super().change_mode(capturing=capturing)
         # See [Note: receive ring].
         self._ring.uses = self._turn
-        self._own_end = self._publication = None
         self._own_read.clear()
 
     # Gathering -----------------------------------------------------------------------------------------------
@@ -269,16 +260,11 @@ class CopyEngineTransport(Transport):
             write()
         self._driver.copy(self._updates, self._stream())
         self._exchange(_Channel.PUBLISHED)
-        self._publication = Event()
-        self._publication.record(current_stream(self._device))
         self.watch("the publication of weights")
 
     def _exchange(self, channel: _Channel) -> None:
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
-        if self._own_end is not None:
-            # This rank's own chunks are read on a separate stream.
-            self._own_end.wait(current_stream(self._device))
-        self._gathered, self._own_end = False, None
+        self._gathered = False
         self._signals.exchange(channel, self._stream())
 
     def _place(self, groups: Sequence[Stack]) -> None:
@@ -334,20 +320,14 @@ class CopyEngineTransport(Transport):
                 "it was bound to new storage or belongs to a weight that was added inside a pass. Bind and add weights "
                 "between passes"
             )
-        copies = outputs.plans.get(id(shards))
-        if not isinstance(copies, _Gather) or copies.published is not published:
-            copies = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
-        calling, beside = current_stream(self._device), self.beside
-        if self._publication is not None:
-            self._publication.wait(beside)
-            self._publication = None
-        self._driver.copy(copies.from_peers, calling.cuda_stream)
-        self._driver.copy(copies.own, beside.cuda_stream)
-        end, self._own_end = copies.started.ends
-        end.record(calling)
-        self._own_end.record(beside)
+        plan = outputs.plans.get(id(shards))
+        if not isinstance(plan, _Gather) or plan.published is not published:
+            plan = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
+        calling = current_stream(self._device)
+        self._driver.copy(plan.copies, calling.cuda_stream)
+        plan.started.ends[0].record(calling)
         self._gathered = True
-        return copies.started
+        return plan.started
 
     def stage(self, outputs: Stack) -> Stack:
         """See :class:`etp.collectives.base.Transport` and [Note: staged shards]. Not inside a capture."""
@@ -372,26 +352,23 @@ class CopyEngineTransport(Transport):
         calling, copying = current_stream(self._device), self._copying
         purpose, handle = _purpose(label), copying.cuda_stream
         self._signals.send(_Channel.STAGED + staged.number, calling.cuda_stream, purpose)
-        begin, from_peers, own = Event(), Event(), Event()
+        begin, end = Event(), Event()
         begin.record(calling)
-        # See [Note: own chunk].
-        begin.wait(self.beside)
-        self._driver.copy(staged.copies.own, self.beside.cuda_stream)
-        own.record(self.beside)
         begin.wait(copying)
         self._signals.receive(_Channel.STAGED + staged.number, handle, purpose)
-        self._driver.copy(staged.copies.from_peers, handle)
+        self._driver.copy(staged.gather.copies, handle)
         self._signals.send(_Channel.STAGE_FREE + staged.number, handle)
-        from_peers.record(copying)
-        self._own_read[staged.number] = own
-        return InFlight(from_peers, own, among_peers=True)
+        end.record(copying)
+        self._own_read[staged.number] = end
+        return InFlight(end, among_peers=True)
 
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
         def copies(rank: int) -> list[PitchedCopy]:
             return pitched_copies([run.at(rank * chunk) for run in outputs.runs], published[rank], chunk)
 
-        from_peers = [copy for peer in self._peers for copy in copies(peer)]
-        return _Gather(published, Copies(from_peers), Copies(copies(self._rank)), InFlight(Event(), Event()))
+        # See [Note: own chunk].
+        every = [copy for rank in (*self._peers, self._rank) for copy in copies(rank)]
+        return _Gather(published, Copies(every), InFlight(Event()))
 
     # Reducing ------------------------------------------------------------------------------------------------
 

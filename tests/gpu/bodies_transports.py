@@ -66,7 +66,7 @@ def transports_agree(rank: int, world_size: int, dtype: torch.dtype, sink_dtype:
             ours, theirs = (Stack.allocate(len(full), full[0], dtype, device()) for _ in "ab")
             for output in (*ours, *theirs):
                 output.fill_(float("nan"))
-            Lane(device()).start(partial(engine.all_gather, ours, shards, "gather"), beside=engine.beside).wait()
+            Lane(device()).start(partial(engine.all_gather, ours, shards, "gather")).wait()
             c10d.all_gather(theirs, shards, "gather").join()
             wgrads = Stack([torch.randn(f, device=device(), generator=generator).to(dtype) for f in full])
             start = [torch.randn(s.shape, device=device(), generator=generator).to(sink_dtype) for s in shards]

@@ -466,8 +466,8 @@ def test_staged_shards_are_read_after_they_have_come_and_before_the_next_ones_do
                 machine.me().program.append(Operation("write", (_SLOT + rank,), number))
                 shards = transport.stage(weight)
                 assert transport._staged is not None
-                copies: Any = transport._staged.copies
-                (own,) = copies.own
+                copies: Any = transport._staged.gather.copies
+                own = copies[-1]
                 machine.gather = number
                 machine.me().program.append(Operation("write", (own.source,), number))
                 transport.all_gather(weight, shards, f"gather {number}")
@@ -484,8 +484,8 @@ def test_staged_shards_are_read_after_they_have_come_and_before_the_next_ones_do
     size=st.integers(2, 4), gathers=st.lists(st.integers(0, 2), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1)
 )
 def test_gathers_read_what_was_published_last(size: int, gathers: list[int], seed: int) -> None:
-    """The own chunk too, which is copied on a stream of its own; ``gathers``: how many follow each publication."""
-    with machine_of(size, apart=True) as (machine, transports):
+    """The own chunk too; ``gathers``: how many follow each publication."""
+    with machine_of(size) as (machine, transports):
         for rank, transport in enumerate(transports):
             machine.current = rank
             shard, weight = Stack([torch.zeros(2, 4)]), Stack([torch.zeros(2 * size, 4)])

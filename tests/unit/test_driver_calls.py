@@ -28,9 +28,9 @@ HIDDEN, QUERIES, FFN, VOCABULARY, LAYERS = 32, 48, 112, 250, 8
 
 LIMITS = {
     # By prefetch depth and microbatches; event: made.
-    (1, 1): Counter(event=38, record=256, wait=304, copy=184, flags=36),
-    (1, 4): Counter(event=143, record=952, wait=1084, copy=574, flags=138),
-    (2, 1): Counter(event=38, record=248, wait=288, copy=176, flags=36),
+    (1, 1): Counter(event=37, record=197, wait=186, copy=184, flags=36),
+    (1, 4): Counter(event=142, record=749, wait=678, copy=574, flags=138),
+    (2, 1): Counter(event=37, record=193, wait=178, copy=176, flags=36),
 }
 
 

@@ -10,7 +10,7 @@ import contextlib
 import random
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -90,17 +90,15 @@ class Device:
         stream.seen.add(self._works)
         return self._works
 
-    def writes(self, buffer: torch.Tensor, streams: Sequence[Stream], label: str) -> None:
-        """All of these streams write parts of ``buffer``."""
+    def writes(self, buffer: torch.Tensor, stream: Stream, label: str) -> None:
+        """``stream`` writes ``buffer``."""
         address = buffer.data_ptr()
         self._kept.append(buffer.detach())
-        for stream in streams:
-            if not self._written[address] <= stream.seen:
-                self.overtaken.append(f"{label} overtakes another write")
-            if not self._read[address] <= stream.seen:
-                self.overtaken.append(f"{label} overtakes a reader")
-        self._written[address] = {self.work(stream) for stream in streams}
-        self._read[address] = set()
+        if not self._written[address] <= stream.seen:
+            self.overtaken.append(f"{label} overtakes another write")
+        if not self._read[address] <= stream.seen:
+            self.overtaken.append(f"{label} overtakes a reader")
+        self._written[address], self._read[address] = {self.work(stream)}, set()
 
     def reads(self, buffer: torch.Tensor, label: str) -> None:
         if not self._written[buffer.data_ptr()] <= self._current.seen:
@@ -123,28 +121,26 @@ class Device:
 
 
 class Copies(Transport):
-    """A transport for one process that writes half of a weight beside the calling stream, as ``copy_engine`` does."""
+    """A transport for one process, whose gathers have an end of their own, as those of ``copy_engine`` have."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.beside = Stream()
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
-        streams, ends = [self._device.current_stream(), self.beside], [Event(), Event()]
+        stream, end = self._device.current_stream(), Event()
         for output, shard in zip(outputs, shards, strict=True):
             output.copy_(shard)
-            self._device.writes(output, streams, label)
+            self._device.writes(output, stream, label)
             self._device.gathers += 1
-        for end, stream in zip(ends, streams, strict=True):
-            end.record(stream)
-        return InFlight(*ends)
+        end.record(stream)
+        return InFlight(end)
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         del divisor
         for wgrad, sink in zip(wgrads, sinks, strict=True):
             self._device.reads(wgrad, label)
             self._device.reductions += 1
-            self._device.writes(sink, [self._device.current_stream()], f"the sum of {label}")
+            self._device.writes(sink, self._device.current_stream(), f"the sum of {label}")
             (sink.add_ if accumulate else sink.copy_)(wgrad)
         return InFlight()
 
@@ -173,7 +169,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     def lent(self: Reductions, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = lease(self, group, index, dtype)
-        machine.writes(buffer, [machine.current_stream()], f"the gradient of {group.name}")
+        machine.writes(buffer, machine.current_stream(), f"the gradient of {group.name}")
         return buffer
 
     monkeypatch.setattr(Reductions, "buffer", lent)

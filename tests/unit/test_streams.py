@@ -49,11 +49,10 @@ class Devices:
 def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     devices = Devices()
     monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
-    lane, beside = Lane(device), Stream(device)
-    ready = lane.start(InFlight, beside=beside)
+    lane = Lane(device)
+    ready = lane.start(InFlight)
     (begin,) = lane._stream.waited
     assert begin.stream is devices.streams[device]
-    assert beside.waited == [begin]
     assert ready.wait() is devices.streams[device]
     (end,) = devices.streams[device].waited
     assert end.stream is lane._stream
@@ -66,10 +65,10 @@ def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, d
 def test_a_reader_waits_for_the_ends_that_work_has_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices()
     monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
-    lane, beside, ends, reader = Lane(CURRENT), Stream(CURRENT), [Event(), Event()], Event()
+    lane, ends, reader = Lane(CURRENT), [Event(), Event()], Event()
     lane.start(InFlight)
-    ready = lane.start(lambda: InFlight(*ends), waits=[reader], beside=beside)
-    assert lane._stream.waited[1:] == beside.waited == [reader]
+    ready = lane.start(lambda: InFlight(*ends), waits=[reader])
+    assert lane._stream.waited[1:] == [reader]
     ready.wait()
     assert devices.streams[CURRENT].waited == ends
 
