@@ -28,7 +28,6 @@ from megatron_patches.fixes import (
     graph_scopes,
     latent_yarn,
     muon,
-    replicated_gradients,
     rotary_scaling,
     te_construction,
 )
@@ -488,25 +487,6 @@ class TestGraphScopes:
             types.SimpleNamespace(gtp_weight_remat_size=1, cuda_graph_modules=[CudaGraphModule.mlp]),
         )
         assert found == [{}]
-
-
-class TestReplicatedGradients:
-    def test_only_the_first_step_looks_at_all_parameters(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[list[str]] = []
-
-        def reduce(model: list[Any], calculate_per_token_loss: bool = False) -> None:
-            assert calculate_per_token_loss
-            seen.extend([name for name, _ in chunk.named_parameters()] for chunk in model)
-
-        first, second = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)) for _ in range(2))
-        next(first.parameters()).is_gtp_weight_remat = True  # type: ignore[attr-defined]
-        replacement = replicated_gradients.RECORD.replace(reduce)
-        replacement([first, second], calculate_per_token_loss=True)
-        whole = ["0.weight", "0.bias", "1.weight", "1.bias"]
-        assert seen == [whole[1:], whole]
-        monkeypatch.setattr(torch.nn.Module, "named_parameters", lambda *_: pytest.fail("looked again"))
-        replacement([first, second], calculate_per_token_loss=True)
-        assert seen[2:] == seen[:2]
 
 
 class TestMuon:
