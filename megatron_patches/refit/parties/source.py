@@ -86,7 +86,7 @@ class SourceParty(Party[SendingEnd]):
                 sender.relate_to(base)
                 with closing(sender), self._timed("move"):
                     end.begin(memory, self._assembly.check)
-                    written = writing.confirm if writing is not None else lambda: None
+                    written = None if writing is None else writing.confirm
                     send_version(sender, end, version, self._assembly.check, written)
                 confirm(memory)
                 return Moved(self.seconds, self.staging.peak_bytes, bytes_by_source=(end.sent_bytes,))

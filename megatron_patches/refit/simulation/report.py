@@ -18,13 +18,13 @@ class LinkTraffic:
         source: rank that sends.
         destination: rank that receives.
         nbytes: bytes.
-        within_host: whether both are on one host.
+        same_host: whether both are on the same host.
     """
 
     source: int
     destination: int
     nbytes: int
-    within_host: bool
+    same_host: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Traffic:
     @property
     def bytes_within_hosts(self) -> int:
         """Bytes that stay on one host."""
-        return sum(link.nbytes for link in self.links if link.within_host)
+        return sum(link.nbytes for link in self.links if link.same_host)
 
 
 def traffic_of(
@@ -85,8 +85,8 @@ def traffic_of(
     for link in links:
         sent[link.source] += link.nbytes
         received[link.destination] += link.nbytes
-        egress[link.source, link.within_host] += link.nbytes
-        ingress[link.destination, link.within_host] += link.nbytes
+        egress[link.source, link.same_host] += link.nbytes
+        ingress[link.destination, link.same_host] += link.nbytes
     return Traffic(
         links=links,
         sent=dict(sorted(sent.items())),
@@ -97,4 +97,4 @@ def traffic_of(
 
 
 def _slowest(totals: Mapping[tuple[int, bool], int], speeds: Mapping[bool, float]) -> float:
-    return max((nbytes / speeds[within_host] for (_, within_host), nbytes in totals.items()), default=0.0)
+    return max((nbytes / speeds[same_host] for (_, same_host), nbytes in totals.items()), default=0.0)

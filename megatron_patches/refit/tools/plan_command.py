@@ -270,7 +270,7 @@ def print_outcome(outcome: PlanOutcome, out: TextIO) -> None:
         caption = _left_out(len(totals))
         console.print(table_of(f"bytes by {side} rank", ("rank", moved, "of the mean"), rows, caption=caption))
     links = [
-        (str(link.source), str(link.destination), size_text(link.nbytes), "host" if link.within_host else "network")
+        (str(link.source), str(link.destination), size_text(link.nbytes), "host" if link.same_host else "network")
         for link in sorted(traffic.links, key=lambda item: (-item.nbytes, item.source, item.destination))[:_ROWS]
     ]
     columns, caption = ("source", "destination", "sent", "over"), _left_out(len(traffic.links))

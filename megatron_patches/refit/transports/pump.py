@@ -55,7 +55,7 @@ def _stopped_by_errors(end: SendingEnd | ReceivingEnd) -> Iterator[None]:
 
 
 def send_version(
-    sender: Sender, end: SendingEnd, version: int, check: Check, meanwhile: Callable[[], None] = lambda: None
+    sender: Sender, end: SendingEnd, version: int, check: Check, meanwhile: Callable[[], None] | None = None
 ) -> None:
     """Sends all loads of one version. Returns once their destinations have unpacked them.
 
@@ -113,7 +113,8 @@ def send_version(
                 end.wait_for_news(check, f"room for a packet to destination ranks {sorted(packed)[:8]}")
             looks.found()
             patience = Patience(end.timeout_s, at_work, check)
-        meanwhile()
+        if meanwhile is not None:
+            meanwhile()
         end.finish(check)
 
 
