@@ -325,7 +325,7 @@ class CopyEngineTransport(Transport):
             plan = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
         calling = current_stream(self._device)
         self._driver.copy(plan.copies, calling.cuda_stream)
-        plan.started.ends[0].record(calling)
+        plan.started.end.record(calling)
         self._gathered = True
         return plan.started
 
