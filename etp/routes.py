@@ -14,7 +14,7 @@ from torch import nn
 from etp.collectives import select_transport
 from etp.collectives.base import Route, Transport
 from etp.collectives.order import ORDER_LABEL
-from etp.collectives.works import WorkLine, reported
+from etp.collectives.works import WorkLine, reported, start_on_cpu
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.mode import Mode
@@ -128,10 +128,14 @@ class Routes:
             label: names it in messages.
             on_cpu: whether its tensors are on the CPU.
         """
+        timeout_s = self._config.timeout_s
         with reported(label, process_group):
-            work = collective()
+            if on_cpu and timeout_s is not None:
+                work = start_on_cpu(collective, process_group, timeout_s)
+            else:
+                work = collective()
             if work is not None:
-                self._line.wait(work, self._config.timeout_s, keep=on_cpu)
+                self._line.wait(work, keep=on_cpu)
         transport = self.transports.get(process_group)
         if transport is not None and transport.watchdog is not None:
             transport.watchdog.expect_stream(label)

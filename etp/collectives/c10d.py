@@ -15,7 +15,7 @@ more slowly than the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from etp.collectives.order import CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import Launch, accumulate_parts
 from etp.collectives.watchdog import Watchdog
-from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers, who
+from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers, start_on_cpu, who
 from etp.config import EtpConfig
 from etp.stack import KERNEL_ALIGNMENT, Stack
 from etp.streams import InFlight
@@ -65,7 +65,6 @@ class C10dTransport(Transport):
         self._size = dist.get_world_size(group)
         self._fp32_accumulation = config.fp32_accumulation
         self._timeout_s = timeout_s = config.timeout_s
-        self._patience = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._line = WorkLine()
         if self._gpu is not None:
             patience_s = None if timeout_s is None else timeout_s + _NCCL_MARGIN_S
@@ -89,15 +88,21 @@ class C10dTransport(Transport):
         try:
             if len(outputs.tensors) == 1:
                 (output,), (shard,) = outputs.tensors, shards.tensors
-                work = dist.all_gather_into_tensor(
-                    output.view(-1), shard.view(-1), group=self._group, async_op=not on_gpu
+                gather = partial(
+                    dist.all_gather_into_tensor,
+                    output.view(-1),
+                    shard.view(-1),
+                    group=self._group,
+                    async_op=not on_gpu,
                 )
             else:
                 # All experts of a layer in one call, and in one NCCL launch. PyTorch's coalescing manager cannot be
                 # used, because it would not let NCCL use the calling stream.
                 options = AllgatherOptions()
                 options.asyncOp = not on_gpu
-                work = self._group.allgather_into_tensor_coalesced(list(outputs.tensors), list(shards.tensors), options)
+                several = self._group.allgather_into_tensor_coalesced
+                gather = partial(several, list(outputs.tensors), list(shards.tensors), options)
+            work = gather() if on_gpu or self._timeout_s is None else start_on_cpu(gather, self._group, self._timeout_s)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -123,12 +128,17 @@ class C10dTransport(Transport):
         chunks = wgrads.block().view(len(wgrads.tensors), self._size, -1).transpose(0, 1).contiguous()
         if self._fp32_accumulation:
             received = torch.empty_like(chunks)
-            collective: Any = dist.all_to_all_single
+            of_group: Any = dist.all_to_all_single
         else:
             received = torch.empty_like(chunks[0])
-            collective = dist.reduce_scatter_tensor
+            of_group = dist.reduce_scatter_tensor
+        reduce = partial(of_group, received.view(-1), chunks.view(-1), group=self._reduce_group, async_op=not on_gpu)
         try:
-            work = collective(received.view(-1), chunks.view(-1), group=self._reduce_group, async_op=not on_gpu)
+            work = (
+                reduce()
+                if on_gpu or self._timeout_s is None
+                else start_on_cpu(reduce, self._reduce_group, self._timeout_s)
+            )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -159,10 +169,7 @@ class C10dTransport(Transport):
     def wait(self, work: dist.Work, label: str) -> None:
         """Block until started work on the CPU is done, turning a failure into one error that names it."""
         try:
-            if self._patience is None:
-                work.wait()
-            else:
-                work.wait(self._patience)
+            work.wait()
         except RuntimeError as error:
             raise explained(error, label, self._group) from error
         self._line.finished.append(work)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,21 +37,36 @@ class WorkLine:
         self.finished: deque[dist.Work] = deque(maxlen=_KEPT)
         """The latest finished works; code that waits for one without :meth:`wait` must append it."""
 
-    def wait(self, work: dist.Work, timeout_s: float | None, *, keep: bool) -> None:
+    def wait(self, work: dist.Work, *, keep: bool) -> None:
         """Block until ``work`` is done (with streams: order the current stream after it).
 
         Args:
             work: the handle returned by a collective.
-            timeout_s: seconds to block; None uses the process group's timeout. Ignored with streams, where nothing
-                blocks (with a timeout, NCCL's works would block and could not be captured into a CUDA graph).
             keep: True for tensors on the CPU; see the class.
         """
-        if timeout_s is None or not keep:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=timeout_s))
+        work.wait()
         if keep:
             self.finished.append(work)
+
+
+def start_on_cpu[Started](collective: Callable[[], Started], group: dist.ProcessGroup, timeout_s: float) -> Started:
+    """Start a collective of tensors on the CPU, which fails after ``timeout_s`` seconds.
+
+    A wait with a timeout would not be enough: gloo's thread would go on with the collective until the process group's
+    own timeout, half an hour by default, and the process could not end before that thread.
+
+    Args:
+        collective: starts it.
+        group: its process group.
+        timeout_s: instead of the group's timeout.
+    """
+    backend = group._get_backend(torch.device("cpu"))
+    former = backend.options._timeout
+    backend.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        return collective()
+    finally:
+        backend.set_timeout(former)
 
 
 def gather_numbers(
@@ -59,11 +75,12 @@ def gather_numbers(
     """:meth:`etp.collectives.base.Transport.exchange` through ``torch.distributed``."""
     on_gpu = numbers.device.type == "cuda"
     everyone = numbers.new_empty(dist.get_world_size(group) * numbers.numel())
+    # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
+    gather = partial(dist.all_gather_into_tensor, everyone, numbers, group=group, async_op=not on_gpu)
     with reported(label, group):
-        # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
-        work = dist.all_gather_into_tensor(everyone, numbers, group=group, async_op=not on_gpu)
+        work = gather() if on_gpu or timeout_s is None else start_on_cpu(gather, group, timeout_s)
         if work is not None:
-            line.wait(work, timeout_s, keep=not on_gpu)
+            line.wait(work, keep=not on_gpu)
     return everyone.view(-1, numbers.numel())
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import nn
 
 import etp
 from etp.collectives.base import Transport
+from etp.collectives.c10d import C10dTransport
 from etp.group import WeightGroup
 from etp.stack import Stack as TensorStack
 from etp.streams import InFlight
@@ -491,6 +493,32 @@ def a_peer_does_not_come(rank: int, world_size: int, where: str) -> tuple[str, f
     finally:
         store.set("rank 0 has given up", "")
     return "no error", 0.0
+
+
+def a_collective_ends_by_itself(rank: int, world_size: int, what: str) -> float:
+    """Rank 1 does not come, and rank 0 does not limit its wait. Returns how long that took."""
+    group = dist.group.WORLD
+    assert group is not None
+    transport = C10dTransport(group, etp.EtpConfig(timeout_s=1.0, fp32_accumulation=what != "reduce-scatter"))
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 is done"], timedelta(seconds=60.0))
+        return 0.0
+    shards = TensorStack([torch.randn(2, SIDE) for _ in range(3 if what == "several" else 1)])
+    full = TensorStack([torch.randn(2 * world_size, SIDE) for _ in shards.tensors])
+    began = time.monotonic()
+    try:
+        if what in ("gather", "several"):
+            started: Any = transport.all_gather(full, shards, what)
+        else:
+            started = transport.reduce_scatter(full, shards, 1, what, accumulate=False)
+        assert group._get_backend(torch.device("cpu")).options._timeout == limit
+        with pytest.raises(RuntimeError, match="Timed out"):
+            started._work.wait()
+        return time.monotonic() - began
+    finally:
+        store.set("rank 0 is done", "")
 
 
 def loose_layers_have_their_own_runtimes(rank: int, world_size: int) -> None:

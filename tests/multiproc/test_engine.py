@@ -233,6 +233,12 @@ def test_a_peer_that_does_not_come_is_named_within_the_time_out(where: str, what
 
 
 @pytest.mark.cpu_only("on GPUs a time-out ends the process, as tests/gpu/test_lost_rank.py shows")
+@pytest.mark.parametrize("what", ["gather", "several", "reduction", "reduce-scatter"])
+def test_a_process_need_not_wait_for_a_collective_whose_time_is_over(what: str) -> None:
+    assert 0.9 < run_distributed(bodies.a_collective_ends_by_itself, 2, args=(what,), fresh=True)[0] < 20.0
+
+
+@pytest.mark.cpu_only("on GPUs a time-out ends the process, as tests/gpu/test_lost_rank.py shows")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_peer_that_dies_ends_the_others_with_the_weights_name(where: str) -> None:
     began = time.monotonic()
