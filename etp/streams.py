@@ -38,24 +38,23 @@ class InFlight:
     """Work that a transport has started, to :meth:`wait` for. This class is for work that is enqueued already.
 
     Args:
-        ends: events that together are after all of the work, for its readers to wait for; the first is after what waits
-            for peers. The stream that the work was started on need not wait for them. None: that stream, as it is now,
-            is after all of the work.
+        end: an event after all of the work, for its readers to wait for. The stream that the work was started on need
+            not wait for it. None: that stream, as it is now, is after all of the work.
         among_peers: whether it waits for peers, and is therefore to be watched.
     """
 
-    ends: Sequence[Any] = ()
+    end: Any = None
     among_peers = False
     _lane: Lane | None = None
     """Where it was started; None without streams."""
-    _events: Sequence[Any] = ()
-    """Those to wait for: its ends, or one that the lane has recorded."""
+    _event: Any = None
+    """The one to wait for: its end, or one that the lane has recorded."""
     _waited: Sequence[Any] = ()
-    """The streams that have waited for them."""
+    """The streams that have waited for it."""
     _done = False
 
-    def __init__(self, *ends: Any, among_peers: bool = False) -> None:
-        self.ends, self.among_peers = ends, among_peers
+    def __init__(self, end: Any = None, *, among_peers: bool = False) -> None:
+        self.end, self.among_peers = end, among_peers
 
     def join(self) -> None:
         """Order the calling stream after the work, or block until it is done where there are no streams.
@@ -74,8 +73,7 @@ class InFlight:
         if self._lane is not None:
             stream = stream or self._lane.current_stream()
             if stream not in self._waited:
-                for event in self._events:
-                    event.wait(stream)
+                self._event.wait(stream)
                 self._waited = (*self._waited, stream)
             return stream
         if not self._done:
@@ -85,10 +83,10 @@ class InFlight:
 
 
 class Together(InFlight):
-    """Several pieces of work that were started one after the other on one stream."""
+    """Several pieces of work that were started one after the other on one stream: the last one's end is after all."""
 
     def __init__(self, works: Sequence[InFlight]) -> None:
-        super().__init__(*(event for work in works for event in work.ends), among_peers=works[-1].among_peers)
+        super().__init__(works[-1].end, among_peers=works[-1].among_peers)
         self._works = works
 
     def join(self) -> None:
@@ -198,11 +196,12 @@ class Lane:
         """Start ``work`` on the lane's stream, which is the calling one."""
         started = work() or InFlight()
         started.join()
-        # All anew: a transport may return the same object for the same gather each time.
-        started._events = started.ends or (self.mark(self._stream),)
+        # All anew: a transport may return the same object for the same gather each time. Who waited for its event has
+        # enqueued that.
+        started._event = started.end or self.mark(self._stream, started._event)
         started._lane, started._waited = self, ()
         if started.among_peers and self._expect is not None:
-            self._expect(started._events[0], label)
+            self._expect(started._event, label)
         return started
 
     def join(self, other: Lane | None = None) -> None:

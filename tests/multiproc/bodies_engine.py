@@ -59,7 +59,7 @@ def train_once(model: nn.Module, rank: int, step: int = 0) -> None:
 
 class _Recorded(InFlight):
     def __init__(self, inner: InFlight, log: list[str], event: str) -> None:
-        super().__init__(*inner.ends, among_peers=inner.among_peers)
+        super().__init__(inner.end, among_peers=inner.among_peers)
         self._inner, self._log, self._event = inner, log, event
 
     def join(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from etp.streams import InFlight, Lane
+from etp.streams import InFlight, Lane, Together
 
 CURRENT, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -62,23 +62,39 @@ def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, d
     assert devices.streams[other].waited == []
 
 
-def test_a_reader_waits_for_the_ends_that_work_has_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_waits_for_the_end_that_work_has_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices()
     monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
-    lane, ends, reader = Lane(CURRENT), [Event(), Event()], Event()
+    lane, end, reader = Lane(CURRENT), Event(), Event()
     lane.start(InFlight)
-    ready = lane.start(lambda: InFlight(*ends), waits=[reader])
+    ready = lane.start(lambda: InFlight(end), waits=[reader])
     assert lane._stream.waited[1:] == [reader]
     ready.wait()
-    assert devices.streams[CURRENT].waited == ends
+    assert devices.streams[CURRENT].waited == [end]
 
 
-def test_the_first_end_of_what_waits_for_peers_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_is_started_again_has_one_event_and_readers_wait_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+    lane, work = Lane(CURRENT), InFlight()
+    for times in (1, 2):
+        lane.start(lambda: work, waits=()).wait()
+        (end,) = set(devices.streams[CURRENT].waited)
+        assert end.stream is lane._stream
+        assert len(devices.streams[CURRENT].waited) == times
+
+
+def test_the_end_of_several_works_is_that_of_the_last() -> None:
+    first, last = Event(), Event()
+    assert Together([InFlight(first), InFlight(last, among_peers=True)]).end is last
+
+
+def test_the_end_of_what_waits_for_peers_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda _: Devices())
     watched: list[tuple[Any, str]] = []
     lane, end = Lane(CURRENT, lambda *what: watched.append(what)), Event()
     lane.start(lambda: InFlight(end), label="a copy")
-    lane.start(lambda: InFlight(end, Event(), among_peers=True), label="gather")
+    lane.start(lambda: InFlight(end, among_peers=True), label="gather")
     lane.start(lambda: InFlight(among_peers=True), label="reduction")
     assert [label for _, label in watched] == ["gather", "reduction"]
     assert watched[0][0] is end
