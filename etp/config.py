@@ -54,8 +54,9 @@ class EtpConfig:
             corresponding next pass of the previous iteration; an iteration ends with an optimizer step or an announced
             change. Safe only if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place
             operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`. PyTorch does
-            not count writes by ``torch.distributed`` or through NumPy. Steps of all optimizers in the process count,
-            so those of other models must also happen on all ranks or on none.
+            not count writes by ``torch.distributed``, through NumPy, or through a tensor that was assigned to a
+            weight's ``data``. Steps of all optimizers in the process count, so those of other models must also happen
+            on all ranks or on none.
         timeout_s: seconds to wait for a collective before raising an error or, with CUDA, ending the process; None uses
             the process group's timeout.
 

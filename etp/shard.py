@@ -258,7 +258,18 @@ def can_be_trained(param: torch.Tensor) -> bool:
 
 
 def own_rank(group: dist.ProcessGroup, name: str = "the shard group") -> int:
-    """This process's rank in a shard group, named in messages; ValueError if it has none."""
+    """This process's rank in a shard group, named in messages.
+
+    Raises:
+        TypeError: if it is no process group.
+        ValueError: if this process is no member.
+    """
+    # torch.distributed.new_group gives a number to processes that are no members.
+    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"{name} is of type {type(group).__name__}; pass a process group, such as torch.distributed.group.WORLD "
+            "or, of a DeviceMesh, mesh.get_group()"
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(

@@ -48,7 +48,7 @@ class InFlight:
     _lane: Lane | None = None
     """Where it was started; None without streams."""
     _event: Any = None
-    """What to wait for: its end, or an event that the lane has recorded."""
+    """The one to wait for: its end, or one that the lane has recorded."""
     _waited: Sequence[Any] = ()
     """The streams that have waited for it."""
     _done = False
@@ -83,7 +83,7 @@ class InFlight:
 
 
 class Together(InFlight):
-    """Several pieces of work that were started one after the other on one stream."""
+    """Several pieces of work that were started one after the other on one stream: the last one's end is after all."""
 
     def __init__(self, works: Sequence[InFlight]) -> None:
         super().__init__(works[-1].end, among_peers=works[-1].among_peers)
@@ -196,8 +196,9 @@ class Lane:
         """Start ``work`` on the lane's stream, which is the calling one."""
         started = work() or InFlight()
         started.join()
-        # All anew: a transport may return the same object for the same gather each time.
-        started._event = started.end or self.mark(self._stream)
+        # All anew: a transport may return the same object for the same gather each time. Who waited for its event has
+        # enqueued that.
+        started._event = started.end or self.mark(self._stream, started._event)
         started._lane, started._waited = self, ()
         if started.among_peers and self._expect is not None:
             self._expect(started._event, label)

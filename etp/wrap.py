@@ -89,7 +89,8 @@ def shard_module(
             module that an earlier call has sharded, or is kept outside of its module's parameters as well, or is
             sharded already over other ranks, a part of ``module`` is in ``DistributedDataParallel`` or FSDP, or
             ``replicated_modules`` has a module that is not below ``module`` or has shards; nothing is changed then.
-        TypeError: if ``replicated_modules`` has something other than modules; nothing is changed then.
+        TypeError: if a group is no process group, or ``replicated_modules`` has something other than modules; nothing
+            is changed then.
         EtpStateError: if an earlier call has sharded a module of which ``module`` is a part, or a backward pass is in
             progress; nothing is changed then.
         PeerMismatchError: if the ranks hold different weights, or shard different ones, or another rank refuses, with

@@ -116,7 +116,7 @@ class _Staged:
 class _Gather:
     """The copies of one gather, from the peers and then of this rank's own chunk; valid while ``published`` is.
 
-    The event of ``started`` is after the latest ones. Who waited for earlier ones has enqueued that.
+    ``started`` is the same object each time, so that its lane records one event again.
     """
 
     published: _Published
@@ -323,9 +323,7 @@ class CopyEngineTransport(Transport):
         plan = outputs.plans.get(id(shards))
         if not isinstance(plan, _Gather) or plan.published is not published:
             plan = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
-        calling = current_stream(self._device)
-        self._driver.copy(plan.copies, calling.cuda_stream)
-        plan.started.end.record(calling)
+        self._driver.copy(plan.copies, self._stream())
         self._gathered = True
         return plan.started
 
@@ -368,7 +366,7 @@ class CopyEngineTransport(Transport):
 
         # See [Note: own chunk].
         every = [copy for rank in (*self._peers, self._rank) for copy in copies(rank)]
-        return _Gather(published, Copies(every), InFlight(Event()))
+        return _Gather(published, Copies(every), InFlight())
 
     # Reducing ------------------------------------------------------------------------------------------------
 

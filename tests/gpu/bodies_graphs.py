@@ -420,9 +420,7 @@ class _Sequence:
     def run(self, engine: CopyEngineTransport) -> None:
         engine.publish(self.shards)
         for index, (shards, full) in enumerate(zip(self.shards, self.fulls, strict=True)):
-            engine.beside.wait_stream(torch.cuda.current_stream())
-            for event in engine.all_gather(full, shards, "gather").ends:
-                torch.cuda.current_stream().wait_event(event)  # type: ignore[arg-type]
+            engine.all_gather(full, shards, "gather")
             # An odd number of reductions: the next sequence begins at the other place of the ring.
             if index < 3:
                 self.reduce(engine, index)

@@ -7,10 +7,12 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
 import etp
@@ -422,6 +424,23 @@ def differing_peers(rank: int, world_size: int) -> dict[str, tuple[str, list[str
             assert not model._forward_pre_hooks
             answers[change.__name__] = (str(error), sorted({type(p).__name__ for p in model.parameters()}))
     return answers
+
+
+def no_group(rank: int, world_size: int) -> list[str]:
+    """What each entry point says of a group that is something else."""
+    others: list[Any] = [init_device_mesh(device().type, (world_size,)), etp.EtpConfig(), [0, 1], None]
+    entries: list[Callable[[Any], Any]] = [
+        lambda other: etp.shard_module(nn.Linear(4, 4), other),
+        lambda other: etp.shard_module(nn.Linear(4, 4), dist.group.WORLD, other or "none"),
+        lambda other: etp.Linear(4, 4, etp_group=other),
+    ]
+    messages = []
+    for entry in entries:
+        for other in others:
+            with pytest.raises(TypeError) as told:
+                entry(other)
+            messages.append(str(told.value))
+    return messages
 
 
 def no_member(rank: int, world_size: int) -> list[str]:

@@ -130,6 +130,17 @@ def test_a_group_without_this_rank_is_refused() -> None:
     ]
 
 
+def test_what_is_no_process_group_is_refused_by_name() -> None:
+    kinds = ["DeviceMesh", "EtpConfig", "list", "NoneType"]
+    for messages in run_distributed(bodies.no_group, 2):
+        assert [message.split(";")[0] for message in messages] == [
+            *(f"etp_group is of type {kind}" for kind in kinds),
+            *(f"expert_group is of type {kind}" for kind in (*kinds[:3], "str")),
+            *(f"etp_group is of type {kind}" for kind in kinds),
+        ]
+        assert all("mesh.get_group()" in message for message in messages)
+
+
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     expected = {
         "odd_without_padding": "0.weight: 5 rows do not divide over 2 shards and pad_for_alignment is 0",

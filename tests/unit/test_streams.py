@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from etp.streams import InFlight, Lane
+from etp.streams import InFlight, Lane, Together
 
 CURRENT, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -71,6 +71,22 @@ def test_a_reader_waits_for_the_end_that_work_has_and_for_nothing_else(monkeypat
     assert lane._stream.waited[1:] == [reader]
     ready.wait()
     assert devices.streams[CURRENT].waited == [end]
+
+
+def test_work_that_is_started_again_has_one_event_and_readers_wait_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+    lane, work = Lane(CURRENT), InFlight()
+    for times in (1, 2):
+        lane.start(lambda: work, waits=()).wait()
+        (end,) = set(devices.streams[CURRENT].waited)
+        assert end.stream is lane._stream
+        assert len(devices.streams[CURRENT].waited) == times
+
+
+def test_the_end_of_several_works_is_that_of_the_last() -> None:
+    first, last = Event(), Event()
+    assert Together([InFlight(first), InFlight(last, among_peers=True)]).end is last
 
 
 def test_the_end_of_what_waits_for_peers_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
