@@ -126,6 +126,24 @@ def test_sizes_below_one(size: str) -> None:
         applied("--etp-size", size)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "micro_batch_size",
+        "eval_micro_batch_size",
+    ],
+)
+def test_sizes_of_megatron_by_which_nothing_divides(name: str) -> None:
+    """They are divided by before Megatron looks at them."""
+    with pytest.raises(UnsupportedConfigurationError, match=f"--{name.replace('_', '-')} is 0; it must be at least 1"):
+        applied("--etp-size", "2", **{name: 0})
+
+
 def test_every_flag_reaches_the_engine() -> None:
     flags = (
         "--etp-size 2 --etp-transport c10d --etp-prefetch-depth 3 --etp-resident-bytes 4096 --etp-pad-for-alignment 8 "
