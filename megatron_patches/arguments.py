@@ -269,7 +269,7 @@ def _refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
 def _has_one_replica(args: argparse.Namespace) -> bool:
     """Whether no two ranks hold the same shard of a dense weight, or of an expert."""
     dense = dense_size(args) // args.context_parallel_size * args.etp_size
-    experts = dense if args.num_experts is None else expert_size(args) * args.expert_etp_size
+    experts = expert_size(args) * args.expert_etp_size if args.num_experts else dense
     return bool(args.world_size == dense == experts)
 
 
@@ -282,7 +282,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
         dense_size(args),
         f"tensor {tensor} x pipeline {pipeline} x context {args.context_parallel_size}",
     )
-    if args.num_experts is None:
+    if not args.num_experts:  # Megatron takes 0 for None
         if args.expert_etp_size > 1:
             raise UnsupportedConfigurationError(
                 "--expert-etp-size is set but the model has no experts; set --num-experts or drop it"

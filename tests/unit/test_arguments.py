@@ -80,6 +80,7 @@ def test_shards_choose_the_layout_of_distributed_optimizer_state(flags: tuple[st
         ("--etp-size 2", {}, True),
         ("--etp-size 2", {"context_parallel_size": 2}, True),
         ("--etp-size 2", {"pipeline_model_parallel_size": 2}, False),
+        ("--etp-size 4", {"num_experts": 0}, False),
         ("--etp-size 4", {"num_experts": 8}, True),
         ("--etp-size 4 --expert-etp-size 2", {"num_experts": 8, "expert_model_parallel_size": 2}, False),
     ],
@@ -233,9 +234,10 @@ def test_expert_size_that_does_not_divide() -> None:
         check(applied("--expert-etp-size", "4", num_experts=8, expert_model_parallel_size=2))
 
 
-def test_expert_size_without_experts() -> None:
+@pytest.mark.parametrize("experts", [None, 0])
+def test_expert_size_without_experts(experts: int | None) -> None:
     with pytest.raises(UnsupportedConfigurationError, match="the model has no experts; set --num-experts"):
-        check(applied("--expert-etp-size", "2"))
+        check(applied("--expert-etp-size", "2", num_experts=experts))
 
 
 def test_ranks_that_do_not_divide_by_the_model() -> None:
