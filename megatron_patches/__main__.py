@@ -12,6 +12,7 @@ import atexit
 import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 import megatron_patches
@@ -62,7 +63,9 @@ def main(arguments: list[str]) -> None:
         at_exit.went_well = not end.code
         raise
     except Exception as error:
-        last_line.leave(f"{type(error).__name__}: {error}")
+        # Many assertions of Megatron have no message, and their condition says what is wrong.
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        last_line.leave(f"{type(error).__name__}: {reason}")
         raise
     at_exit.went_well = True
 

@@ -21,6 +21,17 @@ from megatron_patches.refusals import GRAPH_REFUSALS, REFUSALS, Refusal, dense_s
 _LATEST = "latest_checkpointed_iteration.txt"
 """The file that Megatron writes next to its checkpoints."""
 
+_DIVISORS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "micro_batch_size",
+    "eval_micro_batch_size",
+)
+"""Sizes that are divided by here, before Megatron checks them."""
+
 
 class UnsupportedConfigurationError(ValueError):
     """A combination of settings that Extended Tensor Parallelism cannot train correctly."""
@@ -156,6 +167,9 @@ def apply_to_megatron(args: argparse.Namespace) -> None:
     Raises:
         UnsupportedConfigurationError: if a size is below 1, or both are given and disagree.
     """
+    for name in _DIVISORS:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UnsupportedConfigurationError(f"{_option(name)} is {value}; it must be at least 1")
     expert_tensor_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     for flag, shards_flag, tensor_size in (
         ("etp_size", "tensor_parallel_num_weight_shards", args.tensor_model_parallel_size),
@@ -255,7 +269,7 @@ def _refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
 def _has_one_replica(args: argparse.Namespace) -> bool:
     """Whether no two ranks hold the same shard of a dense weight, or of an expert."""
     dense = dense_size(args) // args.context_parallel_size * args.etp_size
-    experts = dense if args.num_experts is None else expert_size(args) * args.expert_etp_size
+    experts = expert_size(args) * args.expert_etp_size if args.num_experts else dense
     return bool(args.world_size == dense == experts)
 
 
@@ -268,7 +282,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
         dense_size(args),
         f"tensor {tensor} x pipeline {pipeline} x context {args.context_parallel_size}",
     )
-    if args.num_experts is None:
+    if not args.num_experts:  # Megatron takes 0 for None
         if args.expert_etp_size > 1:
             raise UnsupportedConfigurationError(
                 "--expert-etp-size is set but the model has no experts; set --num-experts or drop it"

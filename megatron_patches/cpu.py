@@ -493,10 +493,13 @@ def check_layers(args: argparse.Namespace) -> None:
     if args.transformer_impl != "local":
         return
     megatrons_hybrid = args.hybrid_layer_pattern is not None and (args.spec or ["megatron."])[0].startswith("megatron.")
+    # Megatron frees the outputs of these, and asks Transformer Engine first whether FP8 is on.
+    recomputed = sorted({"gdn_norm_out", "layernorm", "mla_up_proj", "moe_act"} & set(args.recompute_modules or ()))
     for wanted, flag, instead in (
         (args.context_parallel_size > 1, f"--context-parallel-size {args.context_parallel_size}", "use 1"),
         (args.moe_grouped_gemm, "--moe-grouped-gemm", "drop it, and each expert is a GEMM of its own"),
         (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "drop it"),
+        (bool(recomputed), f"--recompute-modules {' '.join(recomputed)}", "recompute others, such as mlp"),
         (megatrons_hybrid, "--hybrid-layer-pattern", "train a GPT model, or name layers of your own with --spec"),
     ):
         if wanted:

@@ -185,17 +185,23 @@ def test_a_refused_setting_ends_with_one_line_from_one_rank() -> None:
     assert "iteration" not in process.stdout
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_the_error_of_a_script_is_the_last_thing_that_torchrun_says(tmp_path: Path, failing: int) -> None:
+@pytest.mark.parametrize(
+    ("failing", "statement", "reason"),
+    [
+        (0, "raise ValueError('rows 7 of 12')", "ValueError: rows 7 of 12"),
+        (1, "raise ValueError('rows 7 of 12')", "ValueError: rows 7 of 12"),
+        # Many assertions of Megatron have no message, such as that of --save without --save-interval.
+        (1, "assert os.environ.get('INTERVAL')", "AssertionError: assert os.environ.get('INTERVAL')"),
+    ],
+)
+def test_the_error_of_a_script_is_the_last_thing_that_torchrun_says(
+    tmp_path: Path, failing: int, statement: str, reason: str
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, time\n"
-        f"if os.environ['RANK'] == '{failing}':\n    raise ValueError('rows 7 of 12')\n"
-        "time.sleep(60)\n"
-    )
+    script.write_text(f"import os, time\nif os.environ['RANK'] == '{failing}':\n    {statement}\ntime.sleep(60)\n")
     process = launch(str(script), ranks=2)
     assert process.returncode != 0
-    assert last_reason(process) == "ValueError: rows 7 of 12"
+    assert last_reason(process) == reason
 
 
 @pytest.mark.parametrize(

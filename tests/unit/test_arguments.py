@@ -80,6 +80,7 @@ def test_shards_choose_the_layout_of_distributed_optimizer_state(flags: tuple[st
         ("--etp-size 2", {}, True),
         ("--etp-size 2", {"context_parallel_size": 2}, True),
         ("--etp-size 2", {"pipeline_model_parallel_size": 2}, False),
+        ("--etp-size 4", {"num_experts": 0}, False),
         ("--etp-size 4", {"num_experts": 8}, True),
         ("--etp-size 4 --expert-etp-size 2", {"num_experts": 8, "expert_model_parallel_size": 2}, False),
     ],
@@ -124,6 +125,24 @@ def test_two_flags_that_disagree() -> None:
 def test_sizes_below_one(size: str) -> None:
     with pytest.raises(UnsupportedConfigurationError, match=f"--etp-size is {size}; it must be at least 1"):
         applied("--etp-size", size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "micro_batch_size",
+        "eval_micro_batch_size",
+    ],
+)
+def test_sizes_of_megatron_by_which_nothing_divides(name: str) -> None:
+    """They are divided by before Megatron looks at them."""
+    with pytest.raises(UnsupportedConfigurationError, match=f"--{name.replace('_', '-')} is 0; it must be at least 1"):
+        applied("--etp-size", "2", **{name: 0})
 
 
 def test_every_flag_reaches_the_engine() -> None:
@@ -215,9 +234,10 @@ def test_expert_size_that_does_not_divide() -> None:
         check(applied("--expert-etp-size", "4", num_experts=8, expert_model_parallel_size=2))
 
 
-def test_expert_size_without_experts() -> None:
+@pytest.mark.parametrize("experts", [None, 0])
+def test_expert_size_without_experts(experts: int | None) -> None:
     with pytest.raises(UnsupportedConfigurationError, match="the model has no experts; set --num-experts"):
-        check(applied("--expert-etp-size", "2"))
+        check(applied("--expert-etp-size", "2", num_experts=experts))
 
 
 def test_ranks_that_do_not_divide_by_the_model() -> None:
