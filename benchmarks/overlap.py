@@ -15,7 +15,6 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,28 +133,23 @@ class Beside:
 
     def alone(self, move: Callable[[], InFlight | None]) -> None:
         """A movement on the current stream."""
-        for event in _start(move):
-            torch.cuda.current_stream().wait_event(event)
+        _enqueue(move)
 
     def both(self, move: Callable[[], InFlight | None]) -> None:
         """A movement on a side stream, and the GEMMs on the current one; ends with the later of the two."""
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            events = _start(move)
+            _enqueue(move)
         self.compute()
-        for event in events:
-            current.wait_event(event)
         current.wait_stream(self._side)
 
 
-def _start(move: Callable[[], InFlight | None]) -> Sequence[Any]:
-    """Enqueue a movement. Returns events that readers must wait for, those of the current stream included."""
+def _enqueue(move: Callable[[], InFlight | None]) -> None:
+    """Enqueue a movement on the current stream."""
     moving = move()
-    if moving is None:
-        return ()
-    moving.join()
-    return moving.ends
+    if moving is not None:
+        moving.join()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
