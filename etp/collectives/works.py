@@ -105,8 +105,8 @@ def free_bytes(buffer: torch.Tensor) -> None:
 
 
 _LOST = (
-    "A peer has most likely ended, or the network to it failed: the connection is gone. That rank's own output has "
-    "the cause"
+    "A peer has most likely ended or given up, or the network to it failed: the connection is gone. That rank's own "
+    "output has the cause"
 )
 _LATE = (
     "A peer did not come in time: it is slower than the time-out allows (raise EtpConfig.timeout_s or the process "

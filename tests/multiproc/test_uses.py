@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -207,39 +208,50 @@ def test_a_child_process_does_not_wait_for_peers_that_never_come() -> None:
     run_distributed(in_a_child, 2)
 
 
-def uneven_batches(rank: int, world_size: int, ahead: int, trains_on: bool) -> str:
-    """Rank 0 evaluates ``ahead`` batches more than its peer, which may have a second loop that makes up for them."""
+def uneven_batches(rank: int, world_size: int) -> None:
+    """Each rank evaluates one batch more than its peer in one of two loops."""
     del world_size
-    torch.manual_seed(0)
-    model, whole = made(timeout_s=2.0), made(shard=False)
+    model, whole = made(), made(shard=False)
     x = torch.randn(4, SIDE, generator=torch.Generator().manual_seed(rank)).to(device())
-    try:
-        model(x).sum().backward()
-        model.eval()
-        with torch.no_grad():
-            for loop in range(2):
-                for step in range(3 + ahead * (rank == loop)):
-                    assert torch.equal(model(x + step), whole(x + step)), step
-                if trains_on:
-                    break
-        if trains_on:
-            model.train()
-            model(x).sum().backward()
-    except etp.EtpCommunicationError as error:
-        return str(error)
-    return ""
+    model(x).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        for loop in range(2):
+            for step in range(3 + (rank == loop)):
+                assert torch.equal(model(x + step), whole(x + step)), step
 
 
 def test_uneven_evaluations_that_end_even_are_right() -> None:
-    assert run_distributed(uneven_batches, 2, args=(1, False)) == ["", ""]
+    run_distributed(uneven_batches, 2)
+
+
+def a_batch_too_many(rank: int, world_size: int, last: int) -> str:
+    """Rank 0 evaluates once more while rank 1 trains: each waits for the other, rank ``last`` a second later."""
+    del world_size
+    model, x = made(timeout_s=2.0), torch.ones(4, SIDE)
+    model(x).sum().backward()
+    with torch.no_grad():
+        for _ in range(3):
+            model.eval()(x)
+    if rank == last:
+        model[2].register_forward_hook(lambda *_: time.sleep(1.0))
+    try:
+        with torch.set_grad_enabled(rank == 1):
+            result = model.train(rank == 1)(x)
+        result.sum().backward()
+    except etp.EtpCommunicationError as error:
+        return str(error)
+    return "no error"
 
 
 @pytest.mark.cpu_only("with streams the host does not wait: a time-out ends the process")
-def test_an_evaluation_of_more_batches_than_a_peer_has_ends_in_an_error_that_says_so() -> None:
-    first, second = run_distributed(uneven_batches, 2, args=(1, True), fresh=True)
-    assert "it has no more batches (all ranks need equally many, also in an evaluation)" in first
-    assert "failed on rank 0" in first
-    assert "failed on rank 1" in second
+@pytest.mark.parametrize("last", [0, 1])
+def test_an_evaluation_of_more_batches_than_a_peer_has_ends_in_an_error_that_says_so(last: int) -> None:
+    said = run_distributed(a_batch_too_many, 2, args=(last,), fresh=True)
+    assert "it has no more batches (all ranks need equally many, also in an evaluation)" in said[1 - last]
+    assert "has most likely ended or given up" in said[last], "the rank that waited longest closes the connections"
+    for rank in (0, 1):
+        assert f"failed on rank {rank}" in said[rank]
 
 
 def evaluated_in_inference_mode(rank: int, world_size: int) -> bool:
