@@ -31,6 +31,9 @@ RUN_TESTS := OMP_NUM_THREADS=1 $(PY) $(PYTEST)
 # Those in which an engine may be of another environment than the trainer.
 ENGINE_TESTS := tests/integration/test_live_http.py tests/integration/test_live_contract.py
 
+# Tests start hundreds of processes. If containers forbid bytecode files, as many do, each would compile the sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help quickstart grpo test test-all test-vllm test-newest-torch bench-train docs lint types format venv clean
 
 help:
