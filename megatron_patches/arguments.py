@@ -325,14 +325,14 @@ def _check_folders(args: argparse.Namespace) -> None:
     starts_anew = load == save and not getattr(args, "exit_on_missing_checkpoint", False)
     if load is None or "://" in load or starts_anew or getattr(args, "pretrained_checkpoint", None) is not None:
         return
-    if not _has_checkpoint(args, Path(load)):
+    if not has_checkpoint(args, Path(load)):
         raise UnsupportedConfigurationError(
             f"--load {load} has no checkpoint: there is no {_LATEST}; name the folder that --save named, or drop it to "
             "train from the start"
         )
 
 
-def _has_checkpoint(args: argparse.Namespace, folder: Path) -> bool:
+def has_checkpoint(args: argparse.Namespace, folder: Path) -> bool:
     """Whether Megatron looks for a checkpoint of ``--load`` ``folder`` where there is one."""
     if getattr(args, "ckpt_step", None):
         return True  # Megatron needs no other file then, and the load itself names a missing iteration

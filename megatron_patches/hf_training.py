@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.arguments import UnsupportedConfigurationError, has_checkpoint
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit_training import end_with
 from megatron_patches.registry import PatchRecord
@@ -46,7 +46,8 @@ def check(args: argparse.Namespace) -> None:
             raise UnsupportedConfigurationError(
                 f"--load-hf does not work with --{name.replace('_', '-')}, which needs other weights; drop one of them"
             )
-    if args.load is None and not (Path(args.load_hf) / "config.json").is_file():
+    is_read = args.load is None or ("://" not in args.load and not has_checkpoint(args, Path(args.load)))
+    if is_read and not (Path(args.load_hf) / "config.json").is_file():
         raise UnsupportedConfigurationError(
             f"--load-hf {args.load_hf} has no config.json; name the folder of a Hugging Face checkpoint"
         )

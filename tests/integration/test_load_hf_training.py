@@ -94,13 +94,14 @@ def ends(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple[object
             2,
             "--load-hf /nowhere has no config.json; name the folder of a Hugging Face checkpoint",
         ),
+        ("--load-hf /nowhere --load {0} --save {0}", 2, "--load-hf /nowhere has no config.json"),
         ("--moe-use-upcycling", 2, "--load-hf does not work with --moe-use-upcycling, which needs other weights"),
     ],
 )
 def test_what_does_not_fit_ends_the_run_with_one_line(
-    megatron: MegatronPool, trained: tuple[Path, Path], flags: str, status: int, message: str
+    megatron: MegatronPool, trained: tuple[Path, Path], tmp_path: Path, flags: str, status: int, message: str
 ) -> None:
-    arguments = tuple(f"{BASE} --load-hf {trained[1]} {flags}".split())
+    arguments = tuple(f"{BASE} --load-hf {trained[1]} {flags.format(tmp_path)}".split())
     (code, errors), _ = megatron.run(ends, 2, 240.0, (arguments,))
     assert code == status
     (line,) = [line for line in errors.splitlines() if "error: " in line]
