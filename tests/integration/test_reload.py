@@ -132,6 +132,11 @@ def remembered_by_the_method(layer: Any) -> None:
     layer.quant_method.seen = layer.weight
 
 
+def remembered_beside_the_weights(layer: Any) -> None:
+    """As Marlin's kernels keep their workspace, to which captured graphs refer."""
+    layer.sums = layer.weight.data.sum(1)
+
+
 def layer_with(process: Callable[[Any], None]) -> nn.Module:
     """A linear layer whose method does ``process`` to what was loaded, serving zeros."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -165,7 +170,7 @@ def layer_with(process: Callable[[Any], None]) -> nn.Module:
     record_metadata_for_reloading(model)
     for parameter in model.parameters():
         parameter.zero_()
-    if process is a_new_kernel_for_experts:
+    if process in (a_new_kernel_for_experts, remembered_beside_the_weights):
         process(model.inner)  # when the model is loaded
     return model
 
@@ -191,8 +196,11 @@ def replaced(model: Any, value: float, layers: Any, *, in_place: bool) -> Any:
     parameters = dict(model.named_parameters())
     replacement.begin()  # while it serves
     assert dict(model.named_parameters()) == parameters
+    sums = vars(model.inner).get("sums")
     replacement.build()
     assert torch.equal(model.inner.weight, before)
+    assert vars(model.inner).get("sums") is sums
+    assert sums is None or torch.equal(sums, before.sum(1))
     replacement.apply()
     return replacement
 
@@ -214,6 +222,7 @@ def replaced(model: Any, value: float, layers: Any, *, in_place: bool) -> Any:
         (remembered_in_a_list, 1, False),
         (remembered_by_the_layer, 1, False),
         (remembered_by_the_method, 1, False),
+        (remembered_beside_the_weights, 1, False),
     ],
 )
 def test_processing_is_left_out_only_where_it_does_nothing(
@@ -224,7 +233,7 @@ def test_processing_is_left_out_only_where_it_does_nothing(
     model: Any = layer_with(process)
     layers = Layers(model)
     weight, place = model.inner.weight, model.inner.weight.data_ptr()
-    kernel = vars(model.inner.quant_method).get("moe_kernel")
+    kernel, sums = vars(model.inner.quant_method).get("moe_kernel"), vars(model.inner).get("sums")
     for value in (3.0, 5.0, 7.0):
         replacement = replaced(model, value, layers, in_place=in_place)
         assert torch.equal(weight, torch.full((6, 4), factor * value))
@@ -232,10 +241,15 @@ def test_processing_is_left_out_only_where_it_does_nothing(
         assert model.inner.weight is weight
         assert weight.data_ptr() == place
         assert vars(model.inner.quant_method).get("moe_kernel") is kernel
+        assert vars(model.inner).get("sums") is sums
+        assert sums is None or torch.equal(sums, weight.sum(1))
         if not in_place:
             replacement.undo()
             assert not weight.any()
             assert not model.inner.bias.any()
+            assert sums is None or not sums.any()
+    backed_up = [tensor.data_ptr() for tensor in layers.serving(["inner.weight"])]
+    assert sums is None or sums.data_ptr() in backed_up
     assert len(model.calls) == (1 if is_watched_once else 3)
 
 

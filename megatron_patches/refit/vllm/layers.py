@@ -52,6 +52,12 @@ class Layer:
         """The serving parameters and buffers."""
         return tensors_of(self.module)
 
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Serving tensors that are neither, in which processing may keep something, such as Marlin's workspace."""
+        if self._method is None or self._vllm.is_deferred(self.module):  # attention has its KV cache there
+            return {}
+        return {name: value for name, value in vars(self.module).items() if isinstance(value, torch.Tensor)}
+
     def loader_form(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers as weight loaders know them: without memory, except those that vLLM never changes."""
         parameters, buffers = self._vllm.known_to_loaders(self.module)
@@ -99,7 +105,7 @@ class Layer:
             TransferError: if a weight of the layer is missing, or processing changed its shape or dtype.
         """
         module, running, buffers = self.module, self.running(), set(self.module._buffers)
-        is_plain, users = self.has_loader_form(), Users(staged.values())
+        is_plain, users, beside = self.has_loader_form(), Users(staged.values()), self.beside()
         pairs: list[Pair] = []
         try:
             self._vllm.take_to_loader_form(module)
@@ -117,8 +123,13 @@ class Layer:
                 if new is not None:
                     check_form(join(self.path, name), new, target)
                     pairs.append((target.data, new))
+            for name, new in self.beside().items():
+                if name in beside:
+                    check_form(join(self.path, name), new, beside[name])
+                    pairs.append((beside[name], new))
         finally:
             self._vllm.put_back(module)
+            vars(module).update(beside)
         storages = {int(tensor.untyped_storage()._cdata) for tensor in staged.values()}
         self.is_plain = is_plain and storages <= users.joined_only_by(chain.from_iterable(pairs))
         return pairs
@@ -270,7 +281,8 @@ class Layers:
 
     def serving(self, names: Collection[str]) -> list[torch.Tensor]:
         """All serving tensors of the layers that have weights of these names."""
-        return [tensor.data for layer, _ in self.of(names) for tensor in layer.running().values()]
+        layers = [layer for layer, _ in self.of(names)]
+        return [tensor.data for layer in layers for tensor in (*layer.running().values(), *layer.beside().values())]
 
     def is_plain(self, name: str) -> bool:
         """Whether a weight serves as it was loaded; see [Note: plain layers]."""

@@ -61,18 +61,19 @@ def _check_is_scaled(spec: TensorSpec, by_name: Mapping[str, TensorSpec]) -> Non
         )
 
 
-def check_weight_values(manifest: Manifest, arrived: Mapping[str, torch.Tensor]) -> None:
+def check_weight_values(manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> None:
     """Checks that weights are finite, for an engine that quantizes them: another one would make its scale useless.
 
     Args:
         manifest: what the worker wants.
-        arrived: flat memory of what came, by storage.
+        parameters: flat memory of every parameter, by name, in the engine's types, which may have a smaller range.
 
     Raises:
         TransferError: with the box of a weight that is not.
     """
     placements = [place for place in manifest.placements if manifest.storage[place.view.storage].dtype in FLOAT_DTYPES]
-    for box, value in _unusable(placements, arrived, -math.inf):
+    memory = {storage.name: parameters[storage.target] for storage in manifest.storages}
+    for box, value in _unusable(placements, memory, -math.inf):
         raise TransferError(f"{box} has a weight of {value}; this engine quantizes weights, which must be finite")
 
 

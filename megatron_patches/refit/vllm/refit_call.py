@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -100,7 +101,7 @@ def _parsed(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network |
     elif entry.count(":") == 1:
         host, _, text = entry.partition(":")
         port = _port(entry, text)
-    if not host or host.isspace():
+    if not re.fullmatch(r"[0-9A-Za-z.:%_/-]+", host):
         raise ValueError(f"trainer {entry!r} must be like 10.0.0.5, 10.0.0.0/24, trainer-0 or 10.0.0.5:29600")
     try:
         return ipaddress.ip_network(host), port

@@ -65,18 +65,20 @@ class WeightsVersionHeader:
         request = _Request([self._version], self._holds)
         self._open.append(request)
         mode = parse_qs(scope.get("query_string", b"").decode()).get("mode", [""])[0]
-        if route in ("pause", "sleep") and mode != "keep":
+        pauses, paused = route in ("pause", "sleep"), False
+        if pauses and mode != "keep":
             self._holds = True  # requests that arrive before the engine pauses end before the commit
         started: list[Message] = []
 
         async def answer(message: Message) -> None:
+            nonlocal paused
             if message["type"] == "http.response.start":
                 started.append(message)
                 if route == "init_weight_transfer_engine":
                     # Ask before the trainer gets its answer, as it resumes the server next.
                     self._serves(await self._ask(scope))
-                elif route in ("pause", "sleep"):
-                    self._holds = True
+                elif pauses and message["status"] == 200:
+                    self._holds = paused = True
                 elif route in ("resume", "wake_up"):
                     self._resumed()
                 return
@@ -88,6 +90,8 @@ class WeightsVersionHeader:
             await self._app(scope, receive, answer)
         finally:
             self._open.remove(request)
+            if pauses and not paused:  # the engine may be running
+                self._resumed()
 
     def _is_one_of_several(self, scope: Message) -> bool:
         arguments = getattr(scope["app"].state, "args", None)

@@ -306,10 +306,10 @@ class WorkerSession:
         try:
             party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
             check_scale_values(self._layout.manifest, made)
-            if self._layout.quantizes:
-                check_weight_values(self._layout.manifest, made)
             self._memory.keep(made)
             parameters = finish(self._layout.manifest, self._layout.fills, made)
+            if self._layout.quantizes:
+                check_weight_values(self._layout.manifest, parameters)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
             if party is not self._party:

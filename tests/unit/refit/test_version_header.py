@@ -15,7 +15,7 @@ class Server:
     """A server whose workers serve ``versions``; a request for ``/slow`` waits until it is let go."""
 
     def __init__(self) -> None:
-        self.versions = [0, 0]
+        self.versions, self.pause = [0, 0], "works"
         self.go, self.paused, self.path_that_waits = asyncio.Event(), asyncio.Event(), ""
         self.state = SimpleNamespace(engine_client=self, args=SimpleNamespace(api_server_count=None))
         self.guarded = WeightsVersionHeader(self._serve)
@@ -33,7 +33,11 @@ class Server:
             await self.go.wait()
         elif scope["path"] == self.path_that_waits:
             await self.paused.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        pause = self.pause if scope["path"] in ("/pause", "/sleep") else "works"
+        if pause == "raises":
+            raise RuntimeError("no sleep mode")
+        status = 200 if pause == "works" else 400
+        await send({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
         if scope["path"] == "/stream":
             await self.go.wait()
         await send({"type": "http.response.body", "body": b""})
@@ -110,6 +114,32 @@ def test_a_request_that_came_while_the_server_was_about_to_pause(mode: str, expe
         await server.commit(8)
         server.go.set()
         assert await asked == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pause", ["is refused", "raises"])
+@pytest.mark.parametrize("route", ["/pause", "/sleep"])
+def test_a_pause_that_fails_holds_no_request(route: str, pause: str) -> None:
+    """Neither one that comes after it, nor one that came before the server said so."""
+
+    async def run() -> None:
+        server = Server()
+        server.pause, server.path_that_waits = pause, route
+        pausing = asyncio.create_task(server.request(route, "mode=weight"))
+        await asyncio.sleep(0)
+        early = asyncio.create_task(server.request("/slow"))
+        await asyncio.sleep(0)
+        server.paused.set()
+        await asyncio.wait([pausing])
+        assert (pausing.exception() is None) is (pause == "is refused")
+        late = asyncio.create_task(server.request("/slow"))
+        await asyncio.sleep(0)
+        server.pause = "works"
+        await server.request("/pause", "mode=keep")
+        await server.commit(7)
+        server.go.set()
+        assert await early == await late == "0, 7"
 
     asyncio.run(run())
 

@@ -226,6 +226,8 @@ def test_an_engine_connects_to_no_trainer_but_those_that_its_operator_has_named(
         ({"trainers": ["10.0.0.5/8"]}, "has host bits set"),
         ({"trainers": ["10.0.0.5:port"]}, "'10.0.0.5:port' has no port but 'port'"),
         ({"trainers": [""]}, "must be like 10.0.0.5"),
+        ({"trainers": ["10.0.0.5, 10.0.0.6"]}, "'10.0.0.5, 10.0.0.6' must be like 10.0.0.5"),
+        ({"trainers": ["[::1"]}, "must be like 10.0.0.5"),
         ({"unguarded": "yes"}, "Expected `bool`"),
         ({"nics": "mlx5_0;mlx5_1"}, "nics is 'mlx5_0;mlx5_1'; it must be auto, all, NICs"),
     ],

@@ -341,6 +341,20 @@ def test_a_version_with_numbers_that_would_corrupt_others_is_refused_in_one_line
     assert under_test.version == 8
 
 
+def test_a_weight_that_is_too_large_for_the_engines_type_is_refused_where_it_is_quantized() -> None:
+    rule = Rule("weight", (ElementOp(CONVERT, "float16"),))
+    placement = Placement(Box("w", (0,), (3,)), View("arrives", 0, (3,), (1,)))
+    manifest = Manifest(0, "here", (Storage("arrives", "bfloat16", 3, 3, rule),), (placement,))
+    party = Party()
+    under_test = session(party, manifest=manifest, quantizes=True)
+    party.brings = {"arrives": 1e5}
+    with pytest.raises(TransferError, match=r"^w\[0:3\] has a weight of inf; this engine quantizes weights"):
+        under_test.receive(7, 3, True)
+    party.brings = {"arrives": 6e4}
+    under_test.receive(8, 4, True)
+    under_test.commit(8)
+
+
 def test_weights_are_put_together_while_they_arrive() -> None:
     party = Party()
     party.may_receive.clear()
