@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_patches.refit.checkpoints.checkpoint_build import _staged, refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_model import _check_rows, add_checkpoint_options
 from megatron_patches.refit.checkpoints.checkpoint_sizes import SIZE_FLAGS, ParallelSizes
+from megatron_patches.refit.checkpoints.megatron_checkpoint import vocabulary_of
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
 
 DENSE: dict[str, object] = {
@@ -42,6 +45,31 @@ def test_rows_that_were_not_saved_hold_no_tokens() -> None:
     _check_rows(argparse.Namespace(padded_vocab_size=None), 252)
     with pytest.raises(ExportError, match=r"251 rows, padding included, which cannot hold 252 tokens; pass --v"):
         _check_rows(argparse.Namespace(padded_vocab_size=251), 252)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        # SentencePiece, of a pointer that a clone without Git LFS has; tiktoken, of the same; a class of Megatron's.
+        (RuntimeError("INTERNAL: could not parse ModelProto"), "INTERNAL: could not parse ModelProto"),
+        (AssertionError(), "raise error"),
+        (TypeError("missing 'vocab_size'"), "missing 'vocab_size'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_opened_is_named(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_tokenizer(_: argparse.Namespace) -> object:
+        raise error
+
+    name = "megatron.core.tokenizers.utils.build_tokenizer"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(build_tokenizer=build_tokenizer))
+    args = argparse.Namespace(tokenizer_type="SomeTokenizer", vocab_size=None)
+    with pytest.raises(ExportError) as caught:
+        vocabulary_of(args)
+    assert str(caught.value) == (
+        f"cannot open the run's tokenizer SomeTokenizer ({reason}); pass --vocab-size with the number of its tokens"
+    )
 
 
 def test_flags_are_read_into_sizes() -> None:
