@@ -69,8 +69,9 @@ class ExportOptions:
                 f"dtype is {self.dtype} and weight_format is {self.weight_format}, whose weights and scales have types "
                 "of their own; give one of the two"
             )
-        if self.max_shard_bytes < 1:
-            raise ValueError(f"max_shard_bytes is {self.max_shard_bytes}; it must be positive")
+        for name, least in (("max_shard_bytes", 1), ("staging_bytes", 8)):  # 8: an element of the widest dtype
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         for name, token in self.tokens.items():
             if token is not None and token < 0:
                 raise ValueError(f"{name} is {token}; tokens are numbered from 0")
