@@ -26,6 +26,8 @@ DENSE: dict[str, object] = {
     "spec": None,
 }
 EXPERTS = DENSE | {"num_experts": 6, "moe_ffn_hidden_size": 40, "moe_shared_expert_intermediate_size": 36}
+TIED: dict[str, object] = {"untie_embeddings_and_output_weights": False}
+NO_PLACE = "--pipeline-model-parallel-size is 2, and Megatron neither saves nor loads tied embeddings beside"
 HYBRID = EXPERTS | {"hybrid_layer_pattern": "M*|E-MM", "mamba_num_heads": 12, "mamba_num_groups": 4}
 
 
@@ -146,6 +148,8 @@ def test_processes_that_cannot_be_divided_so_are_refused(sizes: ParallelSizes, w
         ),
         (DENSE, ParallelSizes(pipeline=2, chunks=3), ["stages of [4, 4] layers cannot be cut into 3 chunks each"]),
         (HYBRID, ParallelSizes(pipeline=4), ["pp of 4 does not divide num_layers (6)"]),
+        (DENSE | TIED | {"mtp_num_layers": 1}, ParallelSizes(pipeline=2), [NO_PLACE]),
+        (HYBRID | TIED | {"hybrid_layer_pattern": "M*EM/*E"}, ParallelSizes(pipeline=2), [NO_PLACE]),
     ],
 )
 def test_a_model_that_cannot_be_divided_so_is_refused(
@@ -165,6 +169,8 @@ def test_a_model_that_cannot_be_divided_so_is_refused(
         (DENSE, ParallelSizes(tensor=2, expert_tensor=2, pipeline=3, first=1, last=5)),
         (EXPERTS, ParallelSizes(expert=3, expert_tensor=2, expert_etp=2)),
         (HYBRID, ParallelSizes(tensor=4, pipeline=3)),
+        (DENSE | TIED | {"mtp_num_layers": 1}, ParallelSizes(tensor=2)),
+        (DENSE | TIED, ParallelSizes(pipeline=2)),
     ],
 )
 def test_what_can_be_divided_passes(saved: dict[str, object], sizes: ParallelSizes) -> None:
