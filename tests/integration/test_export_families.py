@@ -15,6 +15,7 @@ from tests.support.exported import open_export
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case, build_chunk
 from tests.support.live_parallel import own_part, start_parallel_state
+from tests.support.random_checkpoint import read_tensors
 
 VOCABULARY = 37
 TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))
@@ -119,7 +120,7 @@ def export(rank: int, world_size: int, folder: str, architecture: str) -> list[t
     import megatron_patches
 
     megatron_patches.apply()
-    from megatron_patches.refit.checkpoints.export import export_checkpoint
+    from megatron_patches.refit.checkpoints.export import ExportOptions, export_checkpoint
 
     positions = torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS)
     found = []
@@ -130,6 +131,7 @@ def export(rank: int, world_size: int, folder: str, architecture: str) -> list[t
         with torch.no_grad():
             found.append(model(TOKENS, positions, None)[..., :VOCABULARY].clone())
         export_checkpoint([model], Path(folder) / str(number), vocab_size=VOCABULARY)
+    export_checkpoint([model], Path(folder) / "half", vocab_size=VOCABULARY, options=ExportOptions(dtype="bfloat16"))
     return found
 
 
@@ -146,6 +148,11 @@ def test_logits_of_the_export_equal_megatrons(tmp_path: Path, architecture: str,
         with torch.no_grad():
             logits = model(TOKENS).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    whole, half = read_tensors(tmp_path / str(number)), read_tensors(tmp_path / "half")
+    for name, values in whole.items():
+        bias = name.endswith("e_score_correction_bias")  # float32 in transformers and vLLM, whatever type a model has
+        assert half[name].dtype == (torch.float32 if bias else torch.bfloat16)
+        assert half[name].equal(values.to(half[name].dtype)), name
 
 
 def export_without_shared_experts(rank: int, world_size: int, folder: str) -> str:

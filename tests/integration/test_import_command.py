@@ -82,6 +82,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_checkpoint(folder / name, ALL[name], random_tensors(ALL[name], torch.bfloat16), files=2)
     quantized = CONFIGS["llama"] | {"quantization_config": {"quant_method": "fp8"}}
     write_checkpoint(folder / "quantized", quantized, {})
+    write_checkpoint(folder / "odd", CONFIGS["deepseek_v3"] | {"hidden_size": 33}, {})
     return folder
 
 
@@ -98,6 +99,9 @@ def test_what_is_exported_from_an_import_is_what_was_imported(root: Path) -> Non
         "--save .* is not empty; name a new directory, or remove what is in it": there[0],
         "Megatron cannot build this LlamaForCausalLM: its weights are quantized": [
             *("import", "--hf", f"{root}/quantized", "--save", f"{root}/never")
+        ],
+        r"Megatron does not take this model: assert args\.hidden_size % args\.num_attention_heads == 0": [
+            *("import", "--hf", f"{root}/odd", "--save", f"{root}/never")
         ],
         "2 processes cannot be divided by tensor 3": [
             *("import", "--hf", f"{root}/llama", "--save", f"{root}/never", "--tensor-model-parallel-size", "3")

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.checkpoints.checkpoint_sizes import SIZE_FLAGS, ParallelSizes, main_pattern
+from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def build_chunks(args: argparse.Namespace, sizes: ParallelSizes) -> list[torch.n
             f"{SIZE_FLAGS[name]} {getattr(sizes, name)}" for name in SIZE_FLAGS if getattr(sizes, name) is not None
         )
         raise ExportError(
-            f"Megatron cannot build the model of these arguments at {spread}: {error or type(error).__name__}; change "
+            f"Megatron cannot build the model of these arguments at {spread}: {describe_error(error)}; change "
             "the sizes, or the setting that it names"
         ) from error
     if not args.use_cpu_initialization:

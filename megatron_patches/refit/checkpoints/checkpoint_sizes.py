@@ -100,7 +100,7 @@ class ParallelSizes:
         Raises:
             ExportError: with every setting that does not divide, both numbers and the remedy.
         """
-        found = [*self._expert_clauses(args), *self._division_clauses(args)]
+        found = [*self._expert_clauses(args), *self._division_clauses(args), *self._tie_clauses(args)]
         try:
             self.chunk_layers(number_of_layers(args))
         except ValueError as error:
@@ -152,6 +152,15 @@ class ParallelSizes:
         groups = (getattr(args, "num_query_groups", None) or 0) if getattr(args, "group_query_attention", False) else 0
         if groups and groups % self.tensor and self.tensor % groups:
             yield self._undivided("--num-query-groups", groups, "tensor", self.tensor)
+
+    def _tie_clauses(self, args: argparse.Namespace) -> Iterator[str]:
+        """The table is the embedding's then, and Megatron's state dict has the last stage's output layer besides."""
+        mtp = getattr(args, "mtp_num_layers", None) or "/" in (getattr(args, "hybrid_layer_pattern", None) or "")
+        if mtp and self.pipeline > 1 and not getattr(args, "untie_embeddings_and_output_weights", True):
+            yield (
+                f"{SIZE_FLAGS['pipeline']} is {self.pipeline}, and Megatron neither saves nor loads tied embeddings "
+                "beside multi-token prediction layers on several stages; drop it"
+            )
 
     @staticmethod
     def _undivided(flag: str, value: int, axis: str, size: int) -> str:

@@ -23,6 +23,7 @@ from megatron_patches.refit.layout.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import QUANTIZED, WeightFormat, quantization_config, with_scales
 from megatron_patches.refit.models.family import ModelFamily, build_config
+from megatron_patches.refit.models.params import ROUTER_BIAS
 from megatron_patches.refit.models.traits import ModelTraits, check_ranks_agree
 from megatron_patches.refit.planning.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.planning.proof import prove
@@ -44,7 +45,7 @@ class ExportOptions:
     Attributes:
         max_shard_bytes: most bytes of weights in one file; a larger tensor gets its own file.
         overwrite: whether to replace an earlier export at the path; it stays until the new one is complete.
-        dtype: dtype of the checkpoint; None keeps that of the weights.
+        dtype: dtype of the checkpoint, except of biases of routers; None keeps that of the weights.
         weight_format: format of the weights. A quantized one takes no ``dtype``.
         staging_bytes: most bytes that a rank copies at a time.
         bos_token_id: token that begins a text, for the configuration.
@@ -68,8 +69,9 @@ class ExportOptions:
                 f"dtype is {self.dtype} and weight_format is {self.weight_format}, whose weights and scales have types "
                 "of their own; give one of the two"
             )
-        if self.max_shard_bytes < 1:
-            raise ValueError(f"max_shard_bytes is {self.max_shard_bytes}; it must be positive")
+        for name, least in (("max_shard_bytes", 1), ("staging_bytes", 8)):  # 8: an element of the widest dtype
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         for name, token in self.tokens.items():
             if token is not None and token < 0:
                 raise ValueError(f"{name} is {token}; tokens are numbered from 0")
@@ -247,8 +249,9 @@ class _Job:
             rules = frozenset[tuple[str, str]]()
             if self._options.dtype is not None:
                 target = self._options.dtype
-                rules = frozenset((spec.dtype, target) for spec in tensors if spec.dtype in FLOAT_DTYPES)
-                tensors = [replace(spec, dtype=target) if spec.dtype in FLOAT_DTYPES else spec for spec in tensors]
+                cast = {spec for spec in tensors if spec.dtype in FLOAT_DTYPES and not spec.name.endswith(ROUTER_BIAS)}
+                rules = frozenset((spec.dtype, target) for spec in cast)
+                tensors = [replace(spec, dtype=target) if spec in cast else spec for spec in tensors]
             layout = layout_checkpoint(tensors, self._options.max_shard_bytes)
             options = PlanOptions(conversions=rules)
             plan = make_plan(tensors, sources, [layout.manifest()], options)

@@ -24,6 +24,7 @@ from megatron_patches.refit.models.config_traits import read_config
 _SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last one if it is nested too deeply
 _DTYPE: Mapping[str, str] = {code: dtype for dtype, code in SAFETENSORS_CODE.items()}
 
 
@@ -143,7 +144,7 @@ def _tensors_of(path: Path) -> Iterator[StoredTensor]:
             header = msgspec.json.decode(handle.read(length), type=dict[str, msgspec.Raw])
     except OSError as error:
         raise LoadError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _NO_JSON as error:
         raise LoadError(f"{path} is no safetensors file: its header is no JSON object ({error})") from error
     for name, entry in header.items():
         if name != "__metadata__":
@@ -154,7 +155,7 @@ def _tensor(path: Path, name: str, content: msgspec.Raw, begin: int, size: int) 
     """One entry of a header. Tensors begin at byte ``begin`` of a file of ``size`` bytes."""
     try:
         entry = msgspec.json.decode(content, type=_Entry)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _NO_JSON as error:
         raise LoadError(f"{path} does not say dtype, shape and data_offsets of {name}: {error}") from error
     dtype = _DTYPE.get(entry.dtype)
     if dtype is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.checkpoints.checkpoint_sizes import ParallelSizes
+from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.errors import CheckpointReadError, ExportError
 
 if TYPE_CHECKING:
@@ -126,10 +127,10 @@ def vocabulary_of(args: argparse.Namespace) -> int:
 
     try:
         return int(build_tokenizer(args).vocab_size)
-    except (OSError, ImportError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # each library of tokenizers raises errors of its own
         raise ExportError(
-            f"cannot open the run's tokenizer {args.tokenizer_type} ({error}); pass --vocab-size with the number of "
-            "its tokens"
+            f"cannot open the run's tokenizer {args.tokenizer_type} ({describe_error(error)}); pass --vocab-size with "
+            "the number of its tokens"
         ) from error
 
 

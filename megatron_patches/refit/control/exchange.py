@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import socket
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -145,7 +146,8 @@ def together[T](exchange: Exchange, what: str, work: Callable[[], T], kind: type
 def describe_error(error: BaseException) -> str:
     """One line: the system's message and the file for an OSError, otherwise the error's message.
 
-    For a full disk, it also says how much is free.
+    For a full disk, it also says how much is free. For an assertion without a message, as many of Megatron's are, it is
+    the condition.
     """
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
@@ -154,6 +156,8 @@ def describe_error(error: BaseException) -> str:
         free = f"; {free_text(Path(error.filename).parent)}" if error.filename else ""
         return f"{error.strerror}{where}{free}; make room there"
     text = " ".join(str(error).split())
+    if not text and isinstance(error, AssertionError):
+        text = "".join(frame.line or "" for frame in traceback.extract_tb(error.__traceback__)[-1:])
     return text or type(error).__name__
 
 

@@ -78,8 +78,6 @@ def gpt_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
 
 
 def _rotary_refusals(model: torch.nn.Module, config: Any) -> Iterator[str]:
-    if config.rotary_interleaved:
-        yield "it uses --rotary-interleaved"
     if float(model.rotary_percent) != 1.0:  # type: ignore[arg-type]
         yield f"it rotates a part of each head (--rotary-percent {model.rotary_percent})"
     rotary: Any = model.rotary_pos_emb

@@ -25,6 +25,7 @@ def attention_refusals(config: Any) -> Iterator[str]:
         ("softmax_type", "vanilla", "--softmax-type"),
         ("experimental_attention_variant", None, "--experimental-attention-variant"),
         ("no_rope_freq", None, "--no-rope-freq"),
+        ("rotary_interleaved", False, "--rotary-interleaved"),
         ("apply_residual_connection_post_layernorm", False, "--apply-residual-connection-post-layernorm"),
         ("activation_func_clamp_value", None, "--activation-func-clamp-value"),
         ("glu_linear_offset", 0.0, "--glu-linear-offset"),

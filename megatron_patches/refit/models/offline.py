@@ -197,7 +197,7 @@ def _check_divides(family: ModelFamily, mesh: TrainerMesh, options: TrainerOptio
             f"ep is {mesh.ep}, expert_tp {mesh.expert_tp} and expert_etp {mesh.expert_etp}, but the model has no "
             "experts; leave them at 1"
         )
-    if not traits.num_experts or traits.first_dense_layers or "mlp" in traits.all_layer_kinds:
+    if traits.has_dense_feed_forward():
         cuts.append(("width of the feed-forward", traits.ffn_hidden_size, "tp", mesh.tp))
     for what, size, axis, parts in cuts:
         if size % parts:

@@ -9,6 +9,9 @@ from megatron_patches.refit.models import rules
 from megatron_patches.refit.models.shard import ParamShard, RowSpan
 from megatron_patches.refit.models.traits import ModelTraits
 
+ROUTER_BIAS = "gate.e_score_correction_bias"
+"""Tensor of a router's bias within its feed-forward: float32, whatever type a model has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -112,8 +115,7 @@ def feed_forward(
         return
     yield alike("mlp.router.weight", theirs + "gate.weight", (t.num_experts, *hidden))
     if t.router_bias:
-        bias = alike("mlp.router.expert_bias", theirs + "gate.e_score_correction_bias", (t.num_experts,))
-        yield replace(bias, dtype="float32")
+        yield replace(alike("mlp.router.expert_bias", theirs + ROUTER_BIAS, (t.num_experts,)), dtype="float32")
     if t.moe_latent_size:
         for name, shape in (("fc1", (t.moe_latent_size, *hidden)), ("fc2", (*hidden, t.moe_latent_size))):
             yield alike(f"mlp.{name}_latent_proj.weight", f"{theirs}{name}_latent_proj.weight", shape)

@@ -281,8 +281,6 @@ class OverlapIndex:
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self._holders = holders
-        self._templates: list[Template] = []
-        self._kinds: list[tuple[Kind, ...]] = []
         self._regions: dict[str, dict[Axes, dict[Corners, int]]] = {}
         self._met: dict[Region, frozenset[int]] = {}
         # For each holder: the number of its kinds, and the numbers of each template's region and of the template.

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel, positive
 from megatron_patches.refit.command import run_together
-from megatron_patches.refit.control.exchange import default_exchange, on_first
+from megatron_patches.refit.control.exchange import default_exchange, describe_error, on_first
 from megatron_patches.refit.control.http_calls import HttpCalls
 from megatron_patches.refit.errors import ModelMismatchError, RefitError
 from megatron_patches.refit.progress import Progress
@@ -246,7 +246,7 @@ def log_probabilities(chunks: list[torch.nn.Module], tokens: torch.Tensor) -> to
                 collect_non_loss_data=True,
             )
     except (NotImplementedError, AssertionError) as error:
-        raise RefitError(f"Megatron cannot run this model here: {error or type(error).__name__}") from error
+        raise RefitError(f"Megatron cannot run this model here: {describe_error(error)}") from error
     finally:
         for chunk, mode in zip(chunks, modes, strict=True):
             chunk.train(mode)

@@ -97,7 +97,7 @@ def _arguments(flags: Sequence[str], save: Path) -> argparse.Namespace:
             args: argparse.Namespace = parse_args()
             validate_args(args)
         except (AssertionError, SystemExit, ValueError) as error:
-            reason = str(error) if isinstance(error, ValueError) else said.getvalue().strip() or repr(error)
+            reason = said.getvalue().strip() if isinstance(error, SystemExit) else describe_error(error)
             raise UnsupportedModelError(f"Megatron does not take this model: {reason}") from error
     args.save = str(save)
     return args

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_patches.refit.checkpoints.checkpoint_build import _staged, refuse_unbuildable
 from megatron_patches.refit.checkpoints.checkpoint_model import _check_rows, add_checkpoint_options
 from megatron_patches.refit.checkpoints.checkpoint_sizes import SIZE_FLAGS, ParallelSizes
+from megatron_patches.refit.checkpoints.megatron_checkpoint import vocabulary_of
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
 
 DENSE: dict[str, object] = {
@@ -23,6 +26,8 @@ DENSE: dict[str, object] = {
     "spec": None,
 }
 EXPERTS = DENSE | {"num_experts": 6, "moe_ffn_hidden_size": 40, "moe_shared_expert_intermediate_size": 36}
+TIED: dict[str, object] = {"untie_embeddings_and_output_weights": False}
+NO_PLACE = "--pipeline-model-parallel-size is 2, and Megatron neither saves nor loads tied embeddings beside"
 HYBRID = EXPERTS | {"hybrid_layer_pattern": "M*|E-MM", "mamba_num_heads": 12, "mamba_num_groups": 4}
 
 
@@ -42,6 +47,31 @@ def test_rows_that_were_not_saved_hold_no_tokens() -> None:
     _check_rows(argparse.Namespace(padded_vocab_size=None), 252)
     with pytest.raises(ExportError, match=r"251 rows, padding included, which cannot hold 252 tokens; pass --v"):
         _check_rows(argparse.Namespace(padded_vocab_size=251), 252)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        # SentencePiece, of a pointer that a clone without Git LFS has; tiktoken, of the same; a class of Megatron's.
+        (RuntimeError("INTERNAL: could not parse ModelProto"), "INTERNAL: could not parse ModelProto"),
+        (AssertionError(), "raise error"),
+        (TypeError("missing 'vocab_size'"), "missing 'vocab_size'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_opened_is_named(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_tokenizer(_: argparse.Namespace) -> object:
+        raise error
+
+    name = "megatron.core.tokenizers.utils.build_tokenizer"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(build_tokenizer=build_tokenizer))
+    args = argparse.Namespace(tokenizer_type="SomeTokenizer", vocab_size=None)
+    with pytest.raises(ExportError) as caught:
+        vocabulary_of(args)
+    assert str(caught.value) == (
+        f"cannot open the run's tokenizer SomeTokenizer ({reason}); pass --vocab-size with the number of its tokens"
+    )
 
 
 def test_flags_are_read_into_sizes() -> None:
@@ -118,6 +148,8 @@ def test_processes_that_cannot_be_divided_so_are_refused(sizes: ParallelSizes, w
         ),
         (DENSE, ParallelSizes(pipeline=2, chunks=3), ["stages of [4, 4] layers cannot be cut into 3 chunks each"]),
         (HYBRID, ParallelSizes(pipeline=4), ["pp of 4 does not divide num_layers (6)"]),
+        (DENSE | TIED | {"mtp_num_layers": 1}, ParallelSizes(pipeline=2), [NO_PLACE]),
+        (HYBRID | TIED | {"hybrid_layer_pattern": "M*EM/*E"}, ParallelSizes(pipeline=2), [NO_PLACE]),
     ],
 )
 def test_a_model_that_cannot_be_divided_so_is_refused(
@@ -137,6 +169,8 @@ def test_a_model_that_cannot_be_divided_so_is_refused(
         (DENSE, ParallelSizes(tensor=2, expert_tensor=2, pipeline=3, first=1, last=5)),
         (EXPERTS, ParallelSizes(expert=3, expert_tensor=2, expert_etp=2)),
         (HYBRID, ParallelSizes(tensor=4, pipeline=3)),
+        (DENSE | TIED | {"mtp_num_layers": 1}, ParallelSizes(tensor=2)),
+        (DENSE | TIED, ParallelSizes(pipeline=2)),
     ],
 )
 def test_what_can_be_divided_passes(saved: dict[str, object], sizes: ParallelSizes) -> None:

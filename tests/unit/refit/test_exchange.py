@@ -111,3 +111,10 @@ def test_only_the_first_one_works() -> None:
     worked: list[int] = []
     found, _ = together(lambda rank: on_first(rank, lambda: worked.append(rank.rank)))
     assert (found, worked) == ([None] * RANKS, [0])
+
+
+def test_an_assertion_without_a_message_is_told_by_its_condition() -> None:
+    with pytest.raises(AssertionError) as caught:
+        raise AssertionError
+    assert describe_error(caught.value) == "raise AssertionError"
+    assert describe_error(AssertionError()) == "AssertionError"

@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_patches.refit.checkpoints.checkpoint_dir import CheckpointDirectory
+from megatron_patches.refit.checkpoints.export import ExportOptions
 from megatron_patches.refit.checkpoints.file import share_of, verify_tensors, write_boxes
 from megatron_patches.refit.checkpoints.safetensors_layout import INDEX_NAME, layout_checkpoint
 from megatron_patches.refit.control.exchange import Exchange, default_exchange, together
@@ -458,3 +459,9 @@ def test_a_process_alone_needs_no_group() -> None:
     with pytest.raises(ExportError, match=r"work failed on rank 0 on .*: .*by zero") as raised:
         together(exchange, "work", lambda: 1 // 0)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("name", "value", "least"), [("max_shard_bytes", 0, 1), ("staging_bytes", 7, 8)])
+def test_a_size_that_holds_nothing_is_refused_by_its_name(name: str, value: int, least: int) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is {value}; it must be at least {least}$"):
+        ExportOptions(**{name: value})  # type: ignore[arg-type]

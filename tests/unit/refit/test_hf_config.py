@@ -316,6 +316,7 @@ def test_latent_attention_is_deepseek_v3() -> None:
         ({"normalization": "LayerNorm"}, "--normalization RMSNorm"),
         ({"activation_func": functional.gelu}, "a gated gelu"),
         ({"window_size": (128, 0)}, "--window-size"),
+        ({"rotary_interleaved": True}, "--rotary-interleaved"),
         ({"model_vocab_size": 128}, "which cannot hold 251 tokens"),
     ],
 )

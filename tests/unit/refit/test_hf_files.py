@@ -81,6 +81,10 @@ def _claim(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable
         (lambda folder: (folder / FIRST).write_bytes(b"\xff" * 99), f"{FIRST} is no complete safetensors file"),
         (lambda folder: (folder / FIRST).write_bytes(b"\x02" + bytes(7) + b"{]"), "its header is no JSON object"),
         (lambda folder: (folder / FIRST).write_bytes(b"\x02" + bytes(7) + b"[]"), "its header is no JSON object"),
+        (
+            lambda folder: (folder / FIRST).write_bytes(b"\x07" + bytes(7) + b'{"\xff":1}'),
+            f"{FIRST} is no safetensors file: .*'utf-8' codec can't decode",
+        ),
         (lambda folder: (folder / INDEX).write_text("[" * 100_000), f"{INDEX} is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
         (lambda folder: (folder / INDEX).unlink(), "has 2 safetensors files and no model.safetensors.index.json"),

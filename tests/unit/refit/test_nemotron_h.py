@@ -198,6 +198,11 @@ def test_a_configuration_that_is_not_understood_is_refused(changes: dict[str, ob
         family_from_config(CONFIG | changes)
 
 
+def test_the_width_of_feed_forwards_that_there_are_not_may_be_any() -> None:
+    family = family_from_config(CONFIG | {"hybrid_override_pattern": "MM*M", "intermediate_size": 5})
+    assert_whole(boxes_held(family, TrainerMesh(tp=2), TrainerOptions()), family.shapes())
+
+
 def test_groups_that_tensor_parallelism_does_not_divide_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"tp of 4 does not divide groups of a Mamba mixer \(2\)"):
         trainer_manifest(family_from_config(CONFIG), TrainerMesh(tp=4), 0)
