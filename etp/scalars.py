@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from etp.collectives.works import all_gather_single
+
 if TYPE_CHECKING:
     from etp.routes import Routes
 
@@ -44,7 +46,7 @@ def gathered(routes: Routes, own: torch.Tensor, group: dist.ProcessGroup, label:
     """All-gather ``own``, ``[n]``, over ``group`` into ``[ranks, n]``. Collective."""
     size = dist.get_world_size(group)
     everyone = own.new_empty(size * own.numel())
-    gather = partial(dist.all_gather_into_tensor, everyone, own.contiguous(), group=group, async_op=True)
+    gather = partial(all_gather_single, everyone, own.contiguous(), group=group, async_op=True)
     routes.wait_for(gather, group, label, own.device.type == "cpu")
     return everyone.view(size, own.numel())
 

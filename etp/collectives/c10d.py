@@ -1,9 +1,9 @@
 """Transport over ``torch.distributed``: NCCL on CUDA, gloo on CPU.
 
-Gathers are ``all_gather_into_tensor``. A reduction with fp32 accumulation is an all-to-all of the chunks in their
-own dtype followed by a local sum in fp32, in rank order. It moves the same (N-1)/N of the bytes as a ring
-reduce-scatter, rounds once instead of at each hop, and is bitwise reproducible. Without fp32 accumulation it is the
-backend's ``reduce_scatter_tensor``.
+Gathers are ``all_gather_single``. A reduction with fp32 accumulation is an all-to-all of the chunks in their own dtype
+followed by a local sum in fp32, in rank order. It moves the same (N-1)/N of the bytes as a ring reduce-scatter, rounds
+once instead of at each hop, and is bitwise reproducible. Without fp32 accumulation it is the backend's
+``reduce_scatter_single``.
 
 [Note: the lane's stream] On CUDA, collectives are ``async_op=False``, which lets NCCL use the calling stream, here the
 lane's, and blocks nothing. With ``async_op=True`` it would use a stream of the process group, with four more event
@@ -28,7 +28,16 @@ from etp.collectives.order import CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import Launch, accumulate_parts
 from etp.collectives.watchdog import Watchdog
-from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers, start_on_cpu, who
+from etp.collectives.works import (
+    WorkLine,
+    all_gather_single,
+    explained,
+    free_bytes,
+    gather_numbers,
+    reduce_scatter_single,
+    start_on_cpu,
+    who,
+)
 from etp.config import EtpConfig
 from etp.stack import KERNEL_ALIGNMENT, Stack
 from etp.streams import InFlight
@@ -89,7 +98,7 @@ class C10dTransport(Transport):
             if len(outputs.tensors) == 1:
                 (output,), (shard,) = outputs.tensors, shards.tensors
                 gather = partial(
-                    dist.all_gather_into_tensor,
+                    all_gather_single,
                     output.view(-1),
                     shard.view(-1),
                     group=self._group,
@@ -131,7 +140,7 @@ class C10dTransport(Transport):
             of_group: Any = dist.all_to_all_single
         else:
             received = torch.empty_like(chunks[0])
-            of_group = dist.reduce_scatter_tensor
+            of_group = reduce_scatter_single
         reduce = partial(of_group, received.view(-1), chunks.view(-1), group=self._reduce_group, async_op=not on_gpu)
         try:
             work = (

@@ -12,11 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from etp.errors import EtpCommunicationError
+
+# PyTorch 2.14 warns of the names that releases before 2.13 have.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # One for each worker thread that a gloo process group has: each finishes one Work at a time.
 _KEPT = 2
@@ -76,7 +81,7 @@ def gather_numbers(
     on_gpu = numbers.device.type == "cuda"
     everyone = numbers.new_empty(dist.get_world_size(group) * numbers.numel())
     # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
-    gather = partial(dist.all_gather_into_tensor, everyone, numbers, group=group, async_op=not on_gpu)
+    gather = partial(all_gather_single, everyone, numbers, group=group, async_op=not on_gpu)
     with reported(label, group):
         work = gather() if on_gpu or timeout_s is None else start_on_cpu(gather, group, timeout_s)
         if work is not None:

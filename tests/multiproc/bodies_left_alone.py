@@ -78,7 +78,6 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "linalg_vector_norm": lambda: torch.linalg.vector_norm(weight),
         "linalg_svdvals": lambda: torch.linalg.svdvals(weight),
         "linalg_qr": lambda: torch.linalg.qr(weight),
-        "qr": partial(torch.Tensor.qr, weight),
         "pairwise_distance": lambda: F.pairwise_distance(weight, weight + 1),
         "mean": partial(torch.Tensor.mean, weight),
         "norm": partial(torch.Tensor.norm, weight),

@@ -22,6 +22,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared" / "gpu"
 PIECES = sorted(SHARED.glob("te-site.tar.xz.[0-9][0-9]"))
 MARKS = (
     pytest.mark.skipif(not PIECES, reason="needs Transformer Engine and the shim in ../shared/gpu"),
+    pytest.mark.skipif(not torch.__version__.startswith("2.11."), reason="../shared/gpu has it for PyTorch 2.11"),
     pytest.mark.skipif(find_spec("onnxscript") is None, reason="Transformer Engine imports onnxscript"),
 )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etp.collectives import order
+from etp.collectives import order, works
 from etp.collectives.order import CollectiveOrder
 from etp.errors import PeerMismatchError
 
@@ -53,7 +53,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
         output.copy_(torch.cat(meeting.exchange(own.clone())))
         return _Done()
 
-    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
+    monkeypatch.setattr(works, "all_gather_single", all_gather)
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _group: store)
     monkeypatch.setattr(dist, "get_rank", lambda _group: meeting.rank)

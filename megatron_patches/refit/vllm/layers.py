@@ -124,7 +124,7 @@ class Layer:
                     check_form(join(self.path, name), new, target)
                     pairs.append((target.data, new))
             for name, new in self.beside().items():
-                if name in beside:
+                if name in beside and new is not beside[name]:
                     check_form(join(self.path, name), new, beside[name])
                     pairs.append((beside[name], new))
         finally:

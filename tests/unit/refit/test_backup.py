@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
 from megatron_patches.refit.errors import RefitError
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
 from megatron_patches.refit.vllm import version_memory as module
 from megatron_patches.refit.vllm.version_memory import Backup
 from tests.unit.refit.test_swap import bits, raw

@@ -107,7 +107,7 @@ def test_public_routes_are_as_vllm_has_them() -> None:
     "path",
     [
         "/collective_rpc",
-        "/init_weight_transfer_engine",
+        pytest.param("/init_weight_transfer_engine", marks=NEEDS_VLLM),
         "/sleep",
         "/wake_up",
         "/pause",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import os
@@ -15,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
 import uvicorn
 
 from megatron_patches.refit.control.credentials import Credentials
