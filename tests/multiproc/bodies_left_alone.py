@@ -96,7 +96,7 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "kaiming_uniform_": lambda: cast("nn.Linear", model[0]).reset_parameters(),
         "eye": lambda: nn.init.eye_(weight),
         "normal_ of data": lambda: weight.data.normal_(0.0, 0.02),
-        "uniform_ of data": lambda: nn.init.trunc_normal_(weight.data),
+        "uniform_ of data": lambda: nn.init.uniform_(weight.data),
     }
     with torch.no_grad():
         answers = _answers(wrong, (TypeError, etp.EtpStateError)), _answers(drawn, (TypeError,))
