@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served(*servers: Fake) -> Iterator[list[Engine]]:
-    threads = [threading.Thread(target=server.serve_forever) for server in servers]
+    threads = [threading.Thread(target=server.serve_forever, args=(0.01,)) for server in servers]
     for thread in threads:
         thread.start()
     try:

@@ -44,7 +44,7 @@ def answering(raw: bytes) -> Iterator[HttpEngine]:
             """Nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield HttpEngine(f"http://127.0.0.1:{server.server_port}", 10.0)
         finally:
