@@ -90,7 +90,7 @@ class Coordinator:
             self.roster.add([engine])
             try:
                 self._join_now(engine)
-            except PartyFailedError:  # otherwise the next push would try again, and fail for all engines
+            except BaseException:  # otherwise the next push would try again, and fail for all engines
                 self.roster.discard(engine)
                 raise
 
@@ -121,6 +121,8 @@ class Coordinator:
         """Ends all fan-out. Until :meth:`resume`, no engine begins to join between pushes."""
         with self._lock:
             self._is_active, self._newcomers = False, []
+            for number in self._controls.keys() - self._subscriptions().keys():  # no rank has heard of these
+                self._controls.pop(number).close()
             if self.fan_out is not None:
                 self.fan_out.close()
 

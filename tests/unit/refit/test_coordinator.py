@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+import zmq
 
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.trainer import coordinator as coordinators
 from megatron_patches.refit.trainer import roster
 from megatron_patches.refit.trainer.coordinator import Coordinator
+from megatron_patches.refit.trainer.engine_control import EngineControl
 from megatron_patches.refit.trainer.push_options import OnEngineFailure
 from megatron_patches.refit.trainer.push_orders import Newcomer
 from megatron_patches.refit.trainer.roster import Roster
@@ -57,7 +61,14 @@ def test_engines_of_one_name_all_join() -> None:
         assert again.taking == list(subscribed)
 
 
-def test_an_engine_whose_attaching_raises_is_not_attached() -> None:
+def with_few_files(engine: Engine, *args: Any) -> EngineControl:
+    """Opens the rendezvous of engine ``one`` alone."""
+    if engine.name != "one":
+        raise zmq.ZMQError(errno.EMFILE)
+    return EngineControl(cast(Any, engine), *args)
+
+
+def test_an_engine_whose_attaching_raises_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next push would fail for all, and attaching it again would be refused as a repetition."""
     coordinator = Coordinator(RefitOptions(host="192.0.2.1"), 1, dict, lambda _: None)
     coordinator.resume()
@@ -65,7 +76,22 @@ def test_an_engine_whose_attaching_raises_is_not_attached() -> None:
     for each in (engine, same, engine):
         with pytest.raises(PartyFailedError, match=r"cannot listen on 192\.0\.2\.1"):
             coordinator.attach(cast(Any, each))
+    monkeypatch.setattr(coordinators, "EngineControl", with_few_files)
+    with pytest.raises(zmq.ZMQError, match="Too many open files"):
+        coordinator.attach(cast(Any, Engine("two")))
     assert not coordinator.roster.attached
+    coordinator.close()
+
+
+def test_an_engine_joins_in_the_next_prepare_if_another_one_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = cast(Any, [Engine("one"), Engine("two")])
+    coordinator = Coordinator(RefitOptions(), 1, dict, lambda _: None)
+    monkeypatch.setattr(coordinators, "EngineControl", with_few_files)
+    with pytest.raises(zmq.ZMQError, match="Too many open files"):
+        coordinator.begin(engines)
+    monkeypatch.setattr(coordinators, "EngineControl", EngineControl)
+    coordinator.pause()
+    assert [one.name for one in coordinator.begin(None).new] == ["one", "two"]
     coordinator.close()
 
 
