@@ -185,7 +185,7 @@ class RefitSession:
         current version from the engines that serve it.
 
         Raises:
-            ValueError: if it is attached already.
+            ValueError: if it is attached already, or has the name of another engine.
             PartyFailedError: if its rendezvous cannot listen.
             RefitError: on other ranks.
         """
