@@ -116,8 +116,11 @@ class Assembly:
             reason = known or f"{self.name}: {type(error).__name__}: {describe_error(error)}"
             differ = isinstance(error, DigestError)
             outcome = Outcome(step, what, reason=reason, passed_on=passed_on, digests_differ=differ)
-        self._send(outcome)
-        answer = self._answer(step, what)
+        try:
+            self._send(outcome)
+            answer = self._answer(step, what)
+        except PartyFailedError as lost:
+            raise lost from mine  # of which nobody has heard
         if isinstance(answer, Failure):
             reasons = "; ".join(answer.reasons)
             raise PartyFailedError(f"{what} failed: {reasons}", digests_differ=answer.digests_differ) from mine

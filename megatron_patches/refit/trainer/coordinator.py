@@ -82,15 +82,14 @@ class Coordinator:
         """Adds an engine. It begins to join at once if a session has begun.
 
         Raises:
-            ValueError: if it is attached already, or has the name of another engine while engines know each other.
+            ValueError: if it is attached already, or has the name of another engine.
             PartyFailedError: if its rendezvous cannot listen.
         """
         with self._lock:
-            self._check_names([*self.roster.present, engine])
             self.roster.add([engine])
             try:
                 self._join_now(engine)
-            except PartyFailedError:  # otherwise the next push would try again, and fail for all engines
+            except BaseException:  # otherwise the next push would try again, and fail for all engines
                 self.roster.discard(engine)
                 raise
 
@@ -121,6 +120,8 @@ class Coordinator:
         """Ends all fan-out. Until :meth:`resume`, no engine begins to join between pushes."""
         with self._lock:
             self._is_active, self._newcomers = False, []
+            for number in self._controls.keys() - self._subscriptions().keys():  # no rank has heard of these
+                self._controls.pop(number).close()
             if self.fan_out is not None:
                 self.fan_out.close()
 
@@ -139,10 +140,9 @@ class Coordinator:
 
         Raises:
             RefitError: if there is no engine although the options require one.
-            ValueError: if an engine is given twice, or has the name of another one while engines know each other.
+            ValueError: if an engine is given twice, or has the name of another one.
         """
         with self._lock:
-            self._check_names(self.roster.present if engines is None else engines)
             if self._lobby is None and self._ranks > 1:
                 self._lobby = Announcer(self._options.host, self._ranks - 1)
             if self._options.fan_out:
@@ -200,15 +200,6 @@ class Coordinator:
     @property
     def _drops(self) -> bool:
         return self._options.on_engine_failure is OnEngineFailure.DROP
-
-    def _check_names(self, engines: Sequence[EngineClient]) -> None:
-        """With fan-out, refuses two engines of one name: engines that send or take a version are identified by name."""
-        names = [engine.name for engine in engines]
-        shared = next((name for name in names if names.count(name) > 1), None)
-        if self._options.fan_out and shared is not None:
-            raise ValueError(
-                f"{names.count(shared)} engines are named {shared!r}, and fan_out is on; give each a name of its own"
-            )
 
     def _let_join(self, engines: Sequence[EngineClient]) -> None:
         """Adds subscriptions of engines that have none."""

@@ -200,13 +200,20 @@ def http_engines(urls: Sequence[str], timeout_s: float, credentials: Credentials
 def check_given_once(engines: Sequence[EngineClient]) -> None:
     """Refuses an engine that is given twice: its workers would wait for each other and answer nothing meanwhile.
 
+    Also refuses two engines of one name: in reports, one would stand for both.
+
     Raises:
         ValueError: with its name.
     """
-    ids = [_identity(engine) for engine in engines]
-    for known in ids:
+    names, ids = [engine.name for engine in engines], [_identity(engine) for engine in engines]
+    for name, known in zip(names, ids, strict=True):
         if ids.count(known) > 1:
             raise ValueError(f"{known[0]} is given {ids.count(known)} times; give each server once")
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{names.count(name)} engines are named {name!r}, and reports tell engines apart by name; give each "
+                "client a name of its own, as its attribute name"
+            )
 
 
 def engine_of(engine: EngineClient) -> EngineClient:

@@ -80,7 +80,7 @@ class WeightPublisher:
             Its name in reports: for a server, its URL.
 
         Raises:
-            ValueError: if it is no URL of a server, or is attached already.
+            ValueError: if it is no URL of a server, is attached already, or has the name of another engine.
             PartyFailedError: if its rendezvous cannot listen.
         """
         client = HttpEngine(engine, self._options.timeout_s) if isinstance(engine, str) else engine

@@ -72,7 +72,7 @@ class Roster:
         """Adds engines.
 
         Raises:
-            ValueError: if one is given twice.
+            ValueError: if one is given twice, or two have one name.
         """
         with self._lock:
             check_given_once([*self._engines, *engines])
@@ -101,7 +101,7 @@ class Roster:
         """Replaces all engines.
 
         Raises:
-            ValueError: if one is given twice.
+            ValueError: if one is given twice, or two have one name.
         """
         check_given_once(engines)
         with self._lock:

@@ -97,8 +97,8 @@ class RefitSession:
         self._source = KVScaleSource(source)
         self._subscriptions = Subscriptions(self.exchange, self._options)
         self._coordinator = self._subscriptions.coordinator
-        self._given: Sequence[EngineClient] | None = engines or None
-        self._trainer: Trainer | None = None  # once prepare() has begun
+        self._given = engines  # until prepare() attaches them
+        self._trainer: Trainer | None = None  # once prepare() has succeeded
         self._at_work = threading.Lock()
         self.reports: Mapping[str, EngineReport] = {}
         self.version = -1
@@ -129,13 +129,16 @@ class RefitSession:
             return self._begin(engines, kv_scales)
 
     def _begin(self, engines: Sequence[EngineClient] | None, kv_scales: KVScalesOfLayers | None) -> str:
+        self._trainer = None
         self._subscriptions.end_all()
         described = Once(self._describe)
-        self._trainer = trainer = self._this_rank(described)
-        engines, self._given = engines if engines is not None else self._given, None
+        trainer = self._this_rank(described)
 
         def begin(coordinator: Coordinator) -> PushOrders:
             self._take_scales(kv_scales)
+            if engines is None:
+                coordinator.roster.add(self._given)
+            self._given = ()
             return coordinator.begin(engines)
 
         self._subscriptions.agree(begin, trainer)
@@ -152,7 +155,6 @@ class RefitSession:
         if failed and not leave_out:
             error = self._subscriptions.error(failed)
             self._subscriptions.end_all()
-            self._trainer = None
             raise PartyFailedError(f"cannot start the refit: {error}", error.engines)
         self.reports = {
             one.name: EngineReport(Fate.FAILED, reason=failed[number].reason)
@@ -162,6 +164,7 @@ class RefitSession:
         }
         for number in failed:
             self._subscriptions.drop(number, time.monotonic() - began)
+        self._trainer = trainer
         return "+".join(sorted({one.party.agreed.digest for one in self._subscriptions.open.values()}))
 
     def _check_described(self, error: BaseException | None) -> None:
@@ -173,7 +176,6 @@ class RefitSession:
         mine = None if error is None else f"trainer rank {self.exchange.rank}: {describe_error(error)}"
         reasons = [reason for reason in self.exchange.gather(mine) if reason is not None]
         if reasons:
-            self._trainer = None
             raise PartyFailedError(f"cannot start the refit: {'; '.join(reasons)}") from error
 
     def attach(self, engine: EngineClient) -> None:
@@ -183,7 +185,7 @@ class RefitSession:
         current version from the engines that serve it.
 
         Raises:
-            ValueError: if it is attached already.
+            ValueError: if it is attached already, or has the name of another engine.
             PartyFailedError: if its rendezvous cannot listen.
             RefitError: on other ranks.
         """

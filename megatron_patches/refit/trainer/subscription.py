@@ -23,7 +23,7 @@ from megatron_patches.refit.control.messages import (
     served_topic,
 )
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.memory.delta import Base
+from megatron_patches.refit.memory.delta import Base, PayloadKind
 from megatron_patches.refit.memory.ports import Memory, Writing
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
@@ -400,8 +400,8 @@ class Subscription:
                 moved = self._push(version, look_up, since, writing)
             except PartyFailedError as error:
                 # Digests also differ if the engine has lost what it was sent changes of, as by sleep at level 2. All
-                # ranks hear the same, so all send again.
-                if since is None or not error.digests_differ:
+                # ranks hear the same, so all send again, also those that had no base and sent everything.
+                if self._options.payload is PayloadKind.WHOLE or not error.digests_differ:
                     raise
                 logger.warning("refit: %s receives version %d again, whole: %s", self.name, version, error)
                 moved = self._push(version, look_up, None, writing)

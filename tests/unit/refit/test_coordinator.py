@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+import zmq
 
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.trainer import coordinator as coordinators
 from megatron_patches.refit.trainer import roster
 from megatron_patches.refit.trainer.coordinator import Coordinator
+from megatron_patches.refit.trainer.engine_control import EngineControl
 from megatron_patches.refit.trainer.push_options import OnEngineFailure
 from megatron_patches.refit.trainer.push_orders import Newcomer
 from megatron_patches.refit.trainer.roster import Roster
@@ -34,30 +38,28 @@ class Open:
 
 
 @contextlib.contextmanager
-def coordinating(*engines: Engine) -> Iterator[tuple[Coordinator, dict[int, Open], list[str]]]:
-    """A coordinator, the subscriptions that it has ordered, and the names of the engines that have begun with it."""
+def coordinating(*engines: Engine) -> Iterator[tuple[Coordinator, dict[int, Open]]]:
+    """A coordinator, and the subscriptions that it has ordered."""
     subscribed = dict[int, Open]()
     coordinator = Coordinator(RefitOptions(), 1, lambda: cast("dict[int, Subscription]", subscribed), lambda _: None)
     orders = coordinator.begin(cast(Any, engines))
     subscribed |= {one.number: Open(one.name) for one in orders.new}
     try:
-        yield coordinator, subscribed, [one.name for one in orders.new]
+        yield coordinator, subscribed
     finally:
         coordinator.close()
         for number in subscribed:
             coordinator.control(number).close()
 
 
-def test_engines_of_one_name_all_join() -> None:
-    """A name is for messages: clients of other kinds may share one."""
-    with coordinating(Engine("same"), Engine("same"), Engine("other")) as (coordinator, subscribed, began):
-        assert began == ["same", "same", "other"]
-        again = coordinator.orders()
-        assert not again.new
-        assert again.taking == list(subscribed)
+def with_few_files(engine: Engine, *args: Any) -> EngineControl:
+    """Opens the rendezvous of engine ``one`` alone."""
+    if engine.name != "one":
+        raise zmq.ZMQError(errno.EMFILE)
+    return EngineControl(cast(Any, engine), *args)
 
 
-def test_an_engine_whose_attaching_raises_is_not_attached() -> None:
+def test_an_engine_whose_attaching_raises_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next push would fail for all, and attaching it again would be refused as a repetition."""
     coordinator = Coordinator(RefitOptions(host="192.0.2.1"), 1, dict, lambda _: None)
     coordinator.resume()
@@ -65,16 +67,32 @@ def test_an_engine_whose_attaching_raises_is_not_attached() -> None:
     for each in (engine, same, engine):
         with pytest.raises(PartyFailedError, match=r"cannot listen on 192\.0\.2\.1"):
             coordinator.attach(cast(Any, each))
+    monkeypatch.setattr(coordinators, "EngineControl", with_few_files)
+    with pytest.raises(zmq.ZMQError, match="Too many open files"):
+        coordinator.attach(cast(Any, Engine("two")))
     assert not coordinator.roster.attached
     coordinator.close()
 
 
-def test_engines_that_send_to_each_other_need_names_of_their_own() -> None:
-    coordinator = Coordinator(RefitOptions(fan_out=True), 1, dict, lambda _: None)
+def test_an_engine_joins_in_the_next_prepare_if_another_one_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = cast(Any, [Engine("one"), Engine("two")])
+    coordinator = Coordinator(RefitOptions(), 1, dict, lambda _: None)
+    monkeypatch.setattr(coordinators, "EngineControl", with_few_files)
+    with pytest.raises(zmq.ZMQError, match="Too many open files"):
+        coordinator.begin(engines)
+    monkeypatch.setattr(coordinators, "EngineControl", EngineControl)
+    coordinator.pause()
+    assert [one.name for one in coordinator.begin(None).new] == ["one", "two"]
+    coordinator.close()
+
+
+def test_engines_need_names_of_their_own() -> None:
+    """One that fails would be reported as another one that serves."""
+    coordinator = Coordinator(RefitOptions(), 1, dict, lambda _: None)
     coordinator.attach(cast(Any, Engine("same")))
-    with pytest.raises(ValueError, match="2 engines are named 'same', and fan_out is on"):
+    with pytest.raises(ValueError, match="2 engines are named 'same', and reports tell engines apart by name"):
         coordinator.attach(cast(Any, Engine("same")))
-    with pytest.raises(ValueError, match="2 engines are named 'other', and fan_out is on"):
+    with pytest.raises(ValueError, match="2 engines are named 'other'"):
         coordinator.begin(cast(Any, [Engine("other"), Engine("other")]))
     assert [engine.name for engine in coordinator.roster.present] == ["same"]
     coordinator.close()
@@ -83,7 +101,7 @@ def test_engines_that_send_to_each_other_need_names_of_their_own() -> None:
 def test_another_client_of_an_engine_joins_once_the_first_one_has_left() -> None:
     """Both at a time would make its workers wait for each other."""
     first, second = Engine("one"), Engine("one")
-    with coordinating(first) as (coordinator, subscribed, _):
+    with coordinating(first) as (coordinator, subscribed):
         coordinator.resume()
         coordinator.detach("one")
         coordinator.attach(second)

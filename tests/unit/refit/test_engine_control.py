@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_patches.refit.control.assembly import Assembly
+from megatron_patches.refit.control.messages import Held
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.layout.manifest import Manifest, Storage
 from megatron_patches.refit.parties.terms import MemoryMode
@@ -345,6 +346,26 @@ def test_versions_begin_with_0_and_rise(version: int, message: str, monkeypatch:
         session.version = version
     with pytest.raises(ValueError, match=message):
         session.push(version)
+
+
+def test_no_version_is_pushed_once_prepare_has_failed() -> None:
+    """With nobody to push to, it would count as pushed."""
+    session = RefitSession([], [], vocab_size=1)
+    with pytest.raises(PartyFailedError, match="there is no engine to push to"):
+        session.prepare()
+    with pytest.raises(RefitError, match=r"prepare\(\) has not succeeded"):
+        session.push(1)
+
+
+def test_an_engine_that_is_attached_before_prepare_joins_with_those_that_were_given() -> None:
+    engines = [cast(Any, Engine(name, "join", "check")) for name in ("given", "attached")]
+    session = RefitSession([], engines[:1], vocab_size=1)
+    session._describe = lambda: Held({}, {}, Manifest(0, "here", (), ()))  # type: ignore[method-assign]
+    session.attach(engines[1])
+    with pytest.raises(PartyFailedError) as raised:
+        session.prepare()
+    assert sorted(raised.value.engines) == ["attached", "given"]
+    session.close()
 
 
 @pytest.mark.parametrize(("sleeping", "then"), [(SleepMode.WAKE, []), (SleepMode.RESTORE, ["sleep"])])

@@ -189,7 +189,11 @@ def test_an_engine_that_a_program_gives_twice_is_refused_before_its_workers_wait
     llm = object()
     with pytest.raises(RefitError, match="the engine in this process is given 2 times"):
         prepare([LocalEngine(llm), LocalEngine(llm)])
-    check_given_once([LocalEngine(llm), LocalEngine(object()), HttpEngine("http://a"), HttpEngine("http://b")])
+    two = [LocalEngine(llm), LocalEngine(object())]
+    with pytest.raises(RefitError, match=r"2 engines are named 'the engine in this process', .* name of its own"):
+        prepare(two)
+    two[1].name = "the other one"
+    check_given_once([*two, HttpEngine("http://a"), HttpEngine("http://b")])
 
 
 def test_a_server_with_two_names_is_refused_at_once() -> None:
@@ -226,7 +230,6 @@ class _Own:
 
 def test_a_client_of_another_kind_may_have_an_engine() -> None:
     own: Any = _Own()
-    check_given_once([own, _Own()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="own is given 2 times"):
         check_given_once([own, own])
 

@@ -232,6 +232,18 @@ def test_the_end_of_the_server_ends_all_waits() -> None:
         assert time.monotonic() - started < 10
 
 
+def test_what_went_wrong_here_is_not_lost_where_nobody_is_left_to_be_told() -> None:
+    with meeting(1) as (server, (member,)):
+
+        def work() -> None:
+            server.close()
+            raise MemoryError("no room for 7 GB")
+
+        with pytest.raises(PartyFailedError, match="party 0 lost the rendezvous") as raised:
+            member.exchange("work", list[int], work)
+        assert str(raised.value.__cause__) == "no room for 7 GB"
+
+
 def test_a_wrong_token_is_turned_away() -> None:
     server = Rendezvous(1, TIMEOUT_S, all_parts)
     stranger = Assembly(replace(server.invitation, token=server.invitation.token[::-1]), 0, "a stranger")

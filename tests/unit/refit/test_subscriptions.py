@@ -12,6 +12,7 @@ import pytest
 
 from megatron_patches.refit.control.messages import Invitation, Moved
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.trainer import subscription
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
@@ -63,7 +64,7 @@ def test_a_subscription_forgets_the_one_that_it_has_waited_for(monkeypatch: pyte
 
 
 class DeltaParty:
-    """A trainer rank's party whose deltas fail, with reasons that all contain the same text."""
+    """A trainer rank's party whose second push fails, with a reason that always contains the same text."""
 
     linked = True
 
@@ -77,7 +78,7 @@ class DeltaParty:
     def push(self, version: int, _: object, base: object, *, writing: object) -> Moved:
         assert writing is None
         self.pushed.append((version, base is not None))
-        if base is not None:
+        if len(self.pushed) == 2:
             raise PartyFailedError("worker 0: DigestError in its text", digests_differ=self._digests_differ)
         return Moved({}, 0)
 
@@ -88,24 +89,27 @@ class DeltaParty:
         """Nothing."""
 
 
+@pytest.mark.parametrize("has_base", [True, False])
 @pytest.mark.parametrize("digests_differ", [True, False])
 def test_a_delta_is_sent_again_whole_if_digests_differ_whatever_the_reason_says(
-    monkeypatch: pytest.MonkeyPatch, digests_differ: bool
+    monkeypatch: pytest.MonkeyPatch, digests_differ: bool, has_base: bool
 ) -> None:
+    """By all ranks, also those that had no memory for a base: the others wait for them."""
     party = DeltaParty(digests_differ=digests_differ)
     assembly = SimpleNamespace(next_step=0, gone=lambda *_: [], collect=lambda *_: {0: None})
     monkeypatch.setattr(subscription, "Assembly", lambda *_: assembly)
     monkeypatch.setattr(subscription, "SourceParty", lambda *_: party)
     trainer = Trainer(1, "trainer rank 1", "cpu", None, lambda: cast(Any, None), Telemetry())
-    invitation, links = Invitation("127.0.0.1", 1, "0" * 64, 1.0), RefitOptions().links(1, 1 << 20)
+    invitation = Invitation("127.0.0.1", 1, "0" * 64, 1.0)
+    links = RefitOptions(payload=PayloadKind.DELTA).links(2, 1 << 20)
     one = Subscription("one", invitation, trainer, links, control=None, after=None)
     try:
         one.send(1, dict)
         assert one.served.result(20) == 0.0
-        one.send(2, dict, cast(Any, SimpleNamespace(version=1)))
+        one.send(2, dict, cast(Any, SimpleNamespace(version=1)) if has_base else None)
         again = [(2, False)] if digests_differ else []
         assert (one.sent.exception(20) is None) is digests_differ
-        assert party.pushed == [(1, False), (2, True), *again]
+        assert party.pushed == [(1, False), (2, has_base), *again]
     finally:
         one.close()
 
