@@ -184,7 +184,7 @@ def test_a_version_is_sent_relative_to_the_last_one(fraction: float, on_host: bo
 
 
 def test_loads_are_read_when_they_are_quantized() -> None:
-    """What quantizes begins 0.1 s after the loads were asked for; nothing but the last storage is waited for."""
+    """What quantizes begins after the loads were asked for; nothing but the last storage is waited for."""
     shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (4096, 1024) for layer in range(24)}
     weights = {name: uneven((4096, 1024), at % 3) for at, name in enumerate(shapes)}
     manifest, memory = held_by(0, weights, [Box(name, (0, 0), shape) for name, shape in shapes.items()])
@@ -202,7 +202,9 @@ def test_loads_are_read_when_they_are_quantized() -> None:
         with torch.cuda.stream(source.stream()):
             for flat in source.look_up().values() if number else ():
                 flat.view(torch.uint8).fill_(0x55)
-            torch.cuda._sleep(200_000_000)
+            torch.cuda._sleep(400_000_000)
+            late = torch.cuda.Event()
+            late.record()
         source.settle()
         if sender is None:
             sender = Sender(plan, 0, source.look_up(), terms)
@@ -210,7 +212,7 @@ def test_loads_are_read_when_they_are_quantized() -> None:
         slots = [torch.empty(load.nbytes, dtype=torch.uint8, device="cuda") for load in sender.loads[0]]
         packing = [sender.pack_into(load, number, slot) for load, slot in zip(sender.loads[0], slots, strict=True)]
         if number:  # the first time, tables are uploaded in between
-            assert not packing[0].done()
+            assert not packing[0].done() or late.query()  # a host that other tests use may take as long as the sleep
         packets = [one.result() for one in packing]
         source.confirm()
         source.finish()
