@@ -89,7 +89,7 @@ class Rendezvous:
     ) -> None:
         self._size, self._answer, self._called = parties, answer, called
         self._ended = f"has ended or closed its connection, or said nothing for {silence_s:g} s"
-        self._lock = threading.Lock()
+        self._condition = threading.Condition()
         self._members: dict[int, _Member] = {}
         self._parties: dict[bytes, int] = {}  # by zmq address
         self._gone: dict[int, str] = {}
@@ -111,6 +111,11 @@ class Rendezvous:
         public, self._router.curve_secretkey = zmq.curve_keypair()
         self._router.curve_server = True
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        # Whoever closes the server wakes the thread that waits for messages.
+        self._bell = self._context.socket(zmq.PULL)
+        self._bell.bind("inproc://bell")
+        self._ringing = self._context.socket(zmq.PUSH)
+        self._ringing.connect("inproc://bell")
         try:
             port = bind_free_port(self._router, host)
         except PartyFailedError:
@@ -123,19 +128,19 @@ class Rendezvous:
     @property
     def awaited(self) -> list[str]:
         """Names of the parties that have not ended their part of a step that others have ended."""
-        with self._lock:
+        with self._condition:
             under_way = [step for step in self._steps.values() if not step.verdicts]
             late = {party for step in under_way for party in range(self._size) if party not in step.outcomes}
             return [self._name_of(party) for party in sorted(late)]
 
     def expect(self, parties: int) -> None:
         """Sets the number of parties. No step ends before all of them have taken part."""
-        with self._lock:
+        with self._condition:
             self._size = parties
 
     def give_up(self, reason: str) -> None:
         """Fails every step from now on, without waiting for parties that have not taken part in it."""
-        with self._lock:
+        with self._condition:
             self._given_up = reason
 
     def check_joined(self, parties: Iterable[int], who: str) -> None:
@@ -148,11 +153,10 @@ class Rendezvous:
         Raises:
             RefitError: with the address that they must reach.
         """
-        deadline, absent = time.monotonic() + _ARRIVING_S, set(parties)
-        while absent and not self._closed and time.monotonic() < deadline:
-            with self._lock:
-                absent -= self._members.keys()
-            time.sleep(TICK_S if absent else 0)
+        absent = set(parties)
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or absent <= self._members.keys(), _ARRIVING_S)
+            absent -= self._members.keys()
         if absent:
             raise RefitError(
                 f"{len(absent)} of the workers of {who} did not join; they must reach {self.invitation.host}:"
@@ -168,6 +172,10 @@ class Rendezvous:
         """
         self._last, self._deadline = after, time.monotonic() + _CLOSING_S
         self._closed = True
+        with self._condition:
+            self._condition.notify_all()
+            if not self._ringing.closed:
+                self._ringing.send(b"")
         self._thread.join()
 
     @property
@@ -180,19 +188,23 @@ class Rendezvous:
     def _serve(self) -> None:
         """Runs until :meth:`close`. Only this thread uses the sockets."""
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        for each in (self._router, self._monitor, self._bell):
+            poller.register(each, zmq.POLLIN)
         said = time.monotonic()
         try:
             while not self._has_ended:
                 poller.poll(round(TICK_S * 1000))
-                with self._lock:
+                if self._bell.poll(0):
+                    self._bell.recv()
+                with self._condition:
                     self._take_what_came()
                     self._end_late_steps()
                     if time.monotonic() - said > BEAT_S:
                         said = time.monotonic()
                         self._tell_all(Beat())
         finally:
+            with self._condition:
+                self._ringing.close()
             self._context.destroy()  # blocks until all messages are sent or the linger time has passed
 
     def _take_what_came(self) -> None:
@@ -247,6 +259,7 @@ class Rendezvous:
             return
         self._members[joined.party] = _Member(joined.name, address, connection)
         self._parties[address] = joined.party
+        self._condition.notify_all()
         self._catch_up(joined.party)
 
     def _catch_up(self, party: int) -> None:

@@ -232,6 +232,16 @@ def test_the_end_of_the_server_ends_all_waits() -> None:
         assert time.monotonic() - started < 10
 
 
+def test_a_server_that_waits_for_messages_can_be_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "TICK_S", 30.0)
+    started = time.monotonic()
+    with meeting(1) as (server, _):
+        time.sleep(0.1)  # for its thread to wait
+        server.close()
+        server.close()
+    assert time.monotonic() - started < 15
+
+
 def test_what_went_wrong_here_is_not_lost_where_nobody_is_left_to_be_told() -> None:
     with meeting(1) as (server, (member,)):
 
@@ -421,7 +431,9 @@ def open_files() -> int:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x00\x01\x00\x00\x00", b"\xff" * 4096]
+    "content",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x00\x01\x00\x00\x00", b"\xff" * 4096],
+    ids=["nothing", "http", "a_size", "ones"],
 )
 def test_strangers_take_neither_threads_nor_memory_and_their_connections_end(
     content: bytes, monkeypatch: pytest.MonkeyPatch
