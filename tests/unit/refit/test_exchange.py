@@ -70,7 +70,7 @@ def test_all_get_what_the_first_one_finds_and_wait_for_it_a_little_at_a_time(mon
     monkeypatch.setattr(exchange_module, "_LATE_S", 0.2)
 
     def work() -> list[int]:
-        time.sleep(2.0)
+        time.sleep(1.3)
         return [7]
 
     found, ranks = together(lambda rank: on_first(rank, work))

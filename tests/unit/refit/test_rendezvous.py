@@ -279,7 +279,7 @@ def test_a_second_party_of_a_number_is_told_so_and_the_first_goes_on() -> None:
 
 def test_another_thread_can_fail_a_step_that_a_party_is_missing_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the call that makes an engine take part fails; the engine then takes part in the next step again."""
-    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 2.0)
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 0.5)
 
     def work(member: Assembly) -> list[int]:
         if member.party == 0:
@@ -304,7 +304,7 @@ def test_a_party_notices_that_the_first_one_hangs(
 
     def work(member: Assembly) -> list[int]:
         def part() -> int:
-            until = time.monotonic() + 4.0
+            until = time.monotonic() + 3.0
             while time.monotonic() < until:
                 member.check()
                 time.sleep(0.05)
@@ -367,7 +367,7 @@ def test_a_party_that_ends_or_keeps_silent_has_failed() -> None:
 
 
 def test_a_step_can_be_failed_before_it_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 2.0)
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 0.5)
     with meeting(2, timeout_s=60) as (_, members):
         members[0].fail(members[0].next_step, "work", "the engine cannot be reached")
         started = time.monotonic()
@@ -582,7 +582,8 @@ def test_a_party_that_takes_too_long_learns_of_it_in_its_work() -> None:
         assert on_all(members, lambda m: m.exchange("next", list[int], lambda: 1)) == [[1, 1]] * 2
 
 
-def test_what_nobody_collects_is_not_kept_for_ever() -> None:
+def test_what_nobody_collects_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 0.5)
     with meeting(3) as (_, members):
         on_all(
             members, lambda m: m.exchange("meet", list[int], lambda: 0)

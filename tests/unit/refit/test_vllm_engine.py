@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_patches.refit.control import rendezvous as rendezvous_module
 from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.registry import Registry
@@ -243,8 +244,11 @@ def test_a_worker_uses_the_nics_that_its_operator_has_set() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("transport", "pigeon"), ("memory", "elsewhere")])
-def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: str, value: str) -> None:
+def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(
+    field: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer is told so at once; for whoever has joined and then keeps silent it waits for the time-out."""
+    monkeypatch.setattr(rendezvous_module, "_ARRIVING_S", 0.2)
     rendezvous = Rendezvous(1, 60.0, Registry(1).answer)
     try:
         call = {"call": "join", **asdict(rendezvous.invitation), "sources": 1, field: value}
