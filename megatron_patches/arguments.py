@@ -165,7 +165,8 @@ def apply_to_megatron(args: argparse.Namespace) -> None:
     A user may pass either the flags of this package or Megatron's ``--[expert-]tensor-parallel-num-weight-shards``.
 
     Raises:
-        UnsupportedConfigurationError: if a size is below 1, or both are given and disagree.
+        UnsupportedConfigurationError: if a size is below 1, both are given and disagree, or a number of shards is not a
+            multiple of tensor parallelism.
     """
     for name in _DIVISORS:
         if (value := getattr(args, name)) is not None and value < 1:
@@ -175,16 +176,7 @@ def apply_to_megatron(args: argparse.Namespace) -> None:
         ("etp_size", "tensor_parallel_num_weight_shards", args.tensor_model_parallel_size),
         ("expert_etp_size", "expert_tensor_parallel_num_weight_shards", expert_tensor_size),
     ):
-        size, shards = getattr(args, flag), getattr(args, shards_flag)
-        if size is None:
-            size = 1 if shards is None else max(shards // tensor_size, 1)
-        if size < 1:
-            raise UnsupportedConfigurationError(f"{_option(flag)} is {size}; it must be at least 1")
-        if shards is not None and shards != size * tensor_size:
-            raise UnsupportedConfigurationError(
-                f"{_option(flag)} {size} with tensor parallelism {tensor_size} means {size * tensor_size} shards, but "
-                f"{_option(shards_flag)} is {shards}; give one of the two"
-            )
+        size = _size(args, flag, shards_flag, tensor_size)
         setattr(args, flag, size)
         if size > 1:
             setattr(args, shards_flag, size * tensor_size)
@@ -196,9 +188,30 @@ def apply_to_megatron(args: argparse.Namespace) -> None:
     if args.global_batch_size is None and args.micro_batch_size is not None:
         # Megatron's default is one microbatch per replica; with shards, each rank of a shard group also reads its own.
         args.global_batch_size = args.micro_batch_size * (args.world_size // dense_size(args))
-    if _has_one_replica(args) and not args.overlap_param_gather_with_optimizer_step:
+    if _has_one_replica(args):
         # There is nothing to reduce or gather, but Megatron would start a collective for each bucket.
         args.overlap_grad_reduce = args.overlap_param_gather = False
+
+
+def _size(args: argparse.Namespace, flag: str, shards_flag: str, tensor_size: int) -> int:
+    """Ranks of a shard group, by either flag; 1 without both."""
+    size: int | None = getattr(args, flag)
+    shards: int | None = getattr(args, shards_flag)
+    if size is None:
+        size, rest = divmod(tensor_size if shards is None else shards, tensor_size)
+        if rest or size < 1:
+            raise UnsupportedConfigurationError(
+                f"{_option(shards_flag)} is {shards}; it must be a positive multiple of tensor parallelism "
+                f"{tensor_size}"
+            )
+    elif size < 1:
+        raise UnsupportedConfigurationError(f"{_option(flag)} is {size}; it must be at least 1")
+    elif shards is not None and shards != size * tensor_size:
+        raise UnsupportedConfigurationError(
+            f"{_option(flag)} {size} with tensor parallelism {tensor_size} means {size * tensor_size} shards, but "
+            f"{_option(shards_flag)} is {shards}; give one of the two"
+        )
+    return size
 
 
 def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
@@ -300,16 +313,18 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 def _check_evaluation(args: argparse.Namespace) -> None:
     """Megatron's own check ignores the shard group, and an evaluation would then skip the remainder of the batch."""
-    batch = args.eval_global_batch_size or args.global_batch_size
-    microbatch = args.eval_micro_batch_size or args.micro_batch_size
+    flag, micro_flag = (
+        name if getattr(args, f"eval_{name}") is None else f"eval_{name}"
+        for name in ("global_batch_size", "micro_batch_size")
+    )
+    batch, microbatch = getattr(args, flag), getattr(args, micro_flag)
     if batch is None or microbatch is None:
         return
     data_parallel = args.world_size // dense_size(args)
     if batch % (microbatch * data_parallel):
         raise UnsupportedConfigurationError(
-            f"--eval-global-batch-size {batch} does not divide by --eval-micro-batch-size {microbatch} x data-parallel "
-            f"size {data_parallel}, which are those of training by default; use a multiple of "
-            f"{microbatch * data_parallel}"
+            f"{_option(flag)} {batch} does not divide by {_option(micro_flag)} {microbatch} x data-parallel size "
+            f"{data_parallel}; use a multiple of {microbatch * data_parallel}"
         )
 
 

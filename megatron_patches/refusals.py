@@ -273,6 +273,11 @@ REFUSALS = (
         "drop it: its average leaves out the shard group",
     ),
     Refusal(
+        "--overlap-param-gather-with-optimizer-step",
+        _is_set("overlap_param_gather_with_optimizer_step"),
+        "drop it: megatron-core has it only for --ckpt-format torch, which does not record where each shard lies",
+    ),
+    Refusal(
         "--num-distributed-optimizer-instances above 1",
         lambda args: getattr(args, "num_distributed_optimizer_instances", 1) > 1,
         "drop it: Megatron shards the optimizer's state over all replicas of a shard",

@@ -22,14 +22,12 @@ class MegatronShardedParam(ETPShardedParam):
     Attributes:
         is_gtp_weight_remat: Megatron's marker of a sharded weight.
         is_routed_expert: whether it is one of a grouped layer's experts.
-        chain_id: Megatron's key for prefetch chains; constant, because a runtime has one chain.
         knows_copies: False, because Megatron's checkpoints address rows of whole weights, and its optimizers compute
             with copies, which should be plain tensors.
     """
 
     is_gtp_weight_remat = True
     is_routed_expert = False
-    chain_id = "eager"
     knows_copies = False
 
     @property

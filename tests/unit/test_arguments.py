@@ -50,7 +50,6 @@ def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
         "cuda_graph_impl": "none",
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
-        "overlap_param_gather_with_optimizer_step": False,
         "optimizer": "adam",
         "use_distributed_optimizer": False,
         "dist_ckpt_optim_fully_reshardable": False,
@@ -114,6 +113,13 @@ def test_expert_tensor_parallelism_defaults_to_tensor_parallelism() -> None:
 def test_megatrons_own_flag_is_taken_for_the_size() -> None:
     args = applied(tensor_parallel_num_weight_shards=8)
     assert args.etp_size == 4
+
+
+@pytest.mark.parametrize("shards", [0, 1, 5])
+def test_megatrons_own_flag_alone_is_named(shards: int) -> None:
+    message = f"--tensor-parallel-num-weight-shards is {shards}; it must be a positive multiple of tensor parallelism 2"
+    with pytest.raises(UnsupportedConfigurationError, match=message):
+        applied(tensor_parallel_num_weight_shards=shards)
 
 
 def test_two_flags_that_disagree() -> None:
@@ -215,16 +221,16 @@ def test_the_default_batch_is_one_microbatch_of_each_rank_that_reads_data(
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "named"),
     [
-        {"eval_global_batch_size": 6},
-        {"eval_global_batch_size": 2},
-        {"eval_micro_batch_size": 4},
-        {"global_batch_size": 6},
+        ({"eval_global_batch_size": 6}, "--eval-global-batch-size 6 does not divide by --micro-batch-size 1"),
+        ({"eval_global_batch_size": 2}, "--eval-global-batch-size 2 does not divide by --micro-batch-size 1"),
+        ({"eval_micro_batch_size": 4}, "--global-batch-size 8 does not divide by --eval-micro-batch-size 4"),
+        ({"global_batch_size": 6}, "--global-batch-size 6 does not divide by --micro-batch-size 1"),
     ],
 )
-def test_evaluations_that_would_skip_data(sizes: dict[str, int]) -> None:
-    with pytest.raises(UnsupportedConfigurationError, match=r"--eval-global-batch-size . does not divide .* size 4"):
+def test_evaluations_that_would_skip_data(sizes: dict[str, int], named: str) -> None:
+    with pytest.raises(UnsupportedConfigurationError, match=f"^{named} x data-parallel size 4; use a multiple of"):
         check(applied("--etp-size", "2", **sizes))
     check(applied(**sizes))  # Megatron's own check is right without shards
 
@@ -292,6 +298,7 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
             "--distrib-optim-fully-reshardable-mem-efficient",
         ),
         ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
+        ({"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
         ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances above 1"),
         (
             {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2},
@@ -624,6 +631,7 @@ def test_the_refused_flags_are_megatrons() -> None:
         "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity",
         "overlap_param_gather",
+        "overlap_param_gather_with_optimizer_step",
         "optimizer",
         "overlap_moe_expert_parallel_comm",
         "overlap_grad_reduce",
