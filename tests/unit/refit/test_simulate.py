@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.msgpack import decode
 
+from benchmarks.refit import TINY
 from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.control.messages import Asked, Orders, Step
 from megatron_patches.refit.models.config_traits import family_from_config
@@ -146,6 +147,16 @@ def test_the_trainer_serves_as_many_engines_at_a_time_as_its_busiest_rank_allows
     assert found.fan_out.unit_seconds == received / 1e9
     assert 1 <= found.fan_out.over_least < 1.1
     assert len([name for wave in found.fan_out.waves for name in wave.committed]) == 256
+
+
+@pytest.mark.parametrize("replicas", [1, 64])
+@pytest.mark.parametrize("workers", [64, 80, 128])
+def test_one_rank_that_serves_many_workers_is_not_taken_for_faster_than_it_is(workers: int, replicas: int) -> None:
+    """The first engine has the version once the rank has sent it to all of the engine's workers in turn."""
+    of = Sides(family=family_from_config(TINY), trainer=trainer_mesh("dp=1"), engine=engine_mesh(f"dp={workers}"))
+    found = simulate(of, 1, 1, replicas, 1e9, Progress()).fan_out
+    assert workers <= found.waves[0].end < 1.04 * workers
+    assert 1 <= found.over_least < 1.04
 
 
 def arguments(tmp_path: Path, **changed: str) -> list[str]:
