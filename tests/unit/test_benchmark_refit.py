@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,13 @@ import torch
 
 from benchmarks.refit import main
 from benchmarks.refit_parts import main as main_parts
+from benchmarks.refit_ranks import Outcome
 from benchmarks.refit_report import main as report
 from benchmarks.refit_vllm import main as main_vllm
 from tests.unit.test_performance_documents import REFIT
+
+RECEIVED = 1_707_008
+"""Bytes of the first worker of TP 2 of the tiny model: norms, half of each matrix, and 512 of the 1000 tokens' rows."""
 
 
 @pytest.mark.slow
@@ -26,6 +32,7 @@ def test_every_way_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
     for item in found:
         assert {len(values) for values in item["seconds"].values()} == {2}
         assert item["gb_per_s"] > 0 < item["share_of_link"]
+        assert item["gb_per_s"] * statistics.median(item["seconds"]["move"]) == pytest.approx(RECEIVED / 1e9)
     assert all(item["plan_s"] > 0 < item["worker_bytes"] for item in found[1:])
     assert len(capsys.readouterr().out.splitlines()) == 4
 
@@ -60,6 +67,16 @@ def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
     assert report(["--links", *links, "--servers", *servers, "--table", str(found), "--plot", str(drawn)]) == 0
     assert found.read_text() == (kept / "refit.md").read_text()
     assert "milliseconds of a push" in drawn.read_text() or drawn.stat().st_size > 5000
+
+
+def test_a_way_that_failed_is_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"model": "tiny", "trainer": "etp=2", "engine": "tp=2"}
+    found = asdict(Outcome("tcp", seconds={"push": [0.5], "move": [0.4]}, gb_per_s=1.0))
+    failed = asdict(Outcome("nixl", failure="no link to rank 3:\nrefused"))
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"options": options, "outcomes": [found, failed]}))
+    assert report(["--links", str(file)]) == 0
+    assert capsys.readouterr().out.endswith("\nFailed:\n\n- tiny, etp=2 to tp=2: nixl: no link to rank 3: refused\n")
 
 
 @pytest.mark.parametrize(
