@@ -219,6 +219,7 @@ def test_a_missed_target_is_the_exit_status(
     [
         ("model", "gpt-9", "gpt-9 is neither a file nor one of qwen3-235b, deepseek-v3, kimi-k2"),
         ("from", "tp=3", "tp is 3 and the model has 2 KV heads"),
+        ("from", "dp=16386", "--from has 16386 ranks; at most 16384 can be planned for"),
         ("to", "tp=2,ep=3", "--to: ep is 3"),
         ("engines", "0", "--engines: there are 0 engines"),
         ("replicas", "0", "--replicas is 0"),
