@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import refit_vllm_adapters
 from benchmarks.refit import main
 from benchmarks.refit_parts import main as main_parts
 from benchmarks.refit_ranks import Outcome
@@ -97,3 +101,31 @@ def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(argumen
 def test_parts_are_measured_on_gpus_alone() -> None:
     with pytest.raises(SystemExit, match="this measures GPUs, and there is none"):
         main_parts([])
+
+
+class _Served:
+    """What a publisher's handle gives, at once."""
+
+    nbytes, reason = 1, None
+
+    @property
+    def engines(self) -> dict[str, _Served]:
+        return {"engine": self}
+
+    def result(self, _timeout_s: float) -> _Served:
+        return self
+
+    def publish(self, _version: int) -> _Served:
+        return self
+
+
+@pytest.mark.parametrize(("way", "parts"), [("merged", {"push", "send", "merge"}), ("adapter", {"push", "send"})])
+def test_only_a_merge_is_a_part_of_a_push(way: str, parts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = object.__new__(refit_vllm_adapters.AdapterTrainer)
+    trainer._factors, trainer._version = [], 1
+    trainer._task = SimpleNamespace(timeout_s=1.0, gpus=())
+    monkeypatch.setattr(trainer, "_put_together", lambda *, merged: time.sleep(0.2))  # noqa: ARG005 - as it is called
+    seconds = trainer._push(_Served(), Outcome(way), way)
+    assert seconds.keys() == parts
+    assert (seconds["push"] >= 0.2) == (way == "merged")
+    assert seconds["push"] - seconds["send"] == pytest.approx(seconds.get("merge", 0.0), abs=0.05)
