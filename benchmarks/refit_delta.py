@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.command_line import positive, require_gpus
+from benchmarks.command_line import positive, positive_seconds, require_gpus
 from megatron_patches.refit.layout.boxes import TensorSpec, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.delta import Base, PayloadKind, Snapshot
@@ -91,7 +92,8 @@ class PacedTransport(TcpTransport):
         """Makes the payload connection."""
         wire = super().outgoing(end)
         if self._rate is not None:
-            wire._connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, int(self._rate))
+            rate = struct.pack("N", int(self._rate))  # an int of Python's own would end at 2.1 GB/s
+            wire._connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate)
         return wire
 
 
@@ -220,7 +222,8 @@ def measure(device: str, mebibytes: int, rate: float | None, repeats: int) -> li
     ]
     for process in processes:
         process.start()
-    told.close()
+    for end in (here, there, told):  # so that a process that waits for one that has failed notices it
+        end.close()
     found: list[Row] = []
     try:
         while len(found) < 2 * len(SHARES):
@@ -240,7 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the weights of both sides")
     parser.add_argument("--mebibytes", type=positive, default=256, help="size of the weights")
-    parser.add_argument("--gigabytes-per-second", type=float, help="speed of the link; by default what it gives")
+    parser.add_argument(
+        "--gigabytes-per-second", type=positive_seconds, help="speed of the link; by default what it gives"
+    )
     parser.add_argument("--repeats", type=positive, default=5, help="at least 2 on a GPU: the first compiles kernels")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

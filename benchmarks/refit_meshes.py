@@ -223,16 +223,18 @@ def _pushes(options: argparse.Namespace, engine: str, known: set[tuple[str, str]
     gpus = tuple(range(count - mesh.size, count)) if on_gpu else ()
     config = MODELS[options.model][0] if options.model in MODELS else read_config(Path(options.model))
     written = write_model(config, folder / "model", options.weight_format)
-    more = engine_arguments(mesh, on_gpu=on_gpu)
+    more, left = engine_arguments(mesh, on_gpu=on_gpu), missing.copy()
     try:
         with serve(folder / "model", "etp", gpus, more, folder / "server.log") as server:
             for number, trainer in enumerate(missing):
                 found = _push(options, written, server, trainer, gpus, number * _VERSIONS)
+                left.remove(trainer)
                 yield row(options, trainer, engine, found)
     except ServerError as error:
         print(error, file=sys.stderr)  # with the end of its log; the last line says why
         failure = str(error).splitlines()[-1]
-        yield row(options, missing[0], engine, Outcome(engine, failure=failure))
+        for trainer in left:
+            yield row(options, trainer, engine, Outcome(engine, failure=failure))
 
 
 def _push(

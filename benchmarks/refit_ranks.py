@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 import zlib
 from collections import defaultdict
@@ -93,7 +94,7 @@ def run_rank(rank: int, task: Task, meeting: str, results: Connection) -> None:
         if rank == 0:
             moved = bench.most_received / 1e9
             if not found.failure:
-                wire = sorted(found.seconds["move"])[len(found.seconds["move"]) // 2]
+                wire = statistics.median(found.seconds["move"])
                 found.gb_per_s, found.share_of_link = moved / wire, moved / wire / floor
             results.send(found)
     # Not after a failure: with work under way that no peer takes part in, NCCL would wait.
@@ -283,7 +284,7 @@ class Bench:
             for values in found.seconds.values():
                 first = values.pop(0)
                 if values is found.seconds["push"]:
-                    found.link_s = max(0.0, first - sorted(values)[len(values) // 2])
+                    found.link_s = max(0.0, first - statistics.median(values))
             self._close(found, used, {"pool": party.staging.peak_bytes})
             self._check(self.weights, found)
         except RefitError as error:

@@ -36,7 +36,7 @@ class Row:
         way: its name; with the number of its run if the case has several.
         seconds: by part; ``push`` is the whole.
         prepare_s: once, before the first push; None for a way that prepares nothing.
-        gb_per_s: into all workers while bytes moved.
+        gb_per_s: while bytes moved, into all workers; in runs without a server, into the worker that receives most.
         share: of what plain sends reach, in runs that measure it.
         trainer_mib: memory beyond the weights of the busiest trainer rank; None where it was not measured.
         engine_mib: memory beyond the weights of the busiest worker; with a server, of the first way into it.
@@ -94,6 +94,16 @@ def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
     return found
 
 
+def failures(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each way of a run that failed."""
+    return [
+        f"- {_case(report['options'])}: {WAYS.get(item['way'], item['way'])}: {' '.join(item['failure'].split())}"
+        for report in reports
+        for item in report["outcomes"]
+        if item["failure"]
+    ]
+
+
 def _case(options: Mapping[str, str]) -> str:
     return f"{options['model']}, {options['trainer']} to {options.get('engine') or _workers(options)}"
 
@@ -117,13 +127,13 @@ and recording what the loader does, and in place allocating the copy on the host
 push: the whole, with a server until the new weights serve, without one until all workers have verified. moving:
 packing, the wire and unpacking, which overlap, on the slowest worker. verify: reading back and comparing digests, on
 the slowest worker. commit: until all workers serve the new weights; without a server a copy, after the push. paused:
-how long no request is begun. GB/s: into all workers, while moving or else of the whole push. of link: compared with
-plain sends in the same run. KL: of generation, in nats per token. MiB: beyond the weights, of an engine only for the
-first way into its server; beside is the second copy of the weights, a part of it."""
+how long no request is begun. GB/s: into all workers, or without a server into one of them, while moving or else of the
+whole push. of link: compared with plain sends in the same run. KL: of generation, in nats per token. MiB: beyond the
+weights, of an engine only for the first way into its server; beside is the second copy of the weights, a part of it."""
 
 
-def table(found: Sequence[Row]) -> str:
-    """Markdown, then what the columns mean."""
+def table(found: Sequence[Row], failed: Sequence[str] = ()) -> str:
+    """Markdown, then what the columns mean, then what failed."""
     headings = (*HEADINGS, *MEMORY)
     lines = [_line(headings), _line(["---"] * len(headings))]
     for row in found:
@@ -134,7 +144,7 @@ def table(found: Sequence[Row]) -> str:
         memory = ["" if mib is None else f"{mib:.0f}" for mib in (row.trainer_mib, row.engine_mib, row.beside_mib)]
         once = "" if row.prepare_s is None else f"{row.prepare_s:.1f}"
         lines.append(_line([row.case, row.way, once, *parts, paused, f"{row.gb_per_s:.0f}", share, kl, *memory]))
-    return "\n".join([*lines, "", NOTES]) + "\n"
+    return "\n".join([*lines, "", NOTES, *(["", "Failed:", "", *failed] if failed else [])]) + "\n"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -193,8 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (options.links or options.servers):
         parser.error("name reports: --links, --servers, or both")
     require_matplotlib(parser.error, options.plot)
-    found = rows([json.loads(path.read_text(encoding="utf-8")) for path in (*options.links, *options.servers)])
-    text = table(found)
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in (*options.links, *options.servers)]
+    found = rows(reports)
+    text = table(found, failures(reports))
     print(text, end="")
     if options.table is not None:
         options.table.write_text(text, encoding="utf-8")

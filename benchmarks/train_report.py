@@ -137,9 +137,13 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
 
 def model_of(report: dict[str, Any]) -> str:
     """The name of the shape that a report is about, with its precision if that is not bf16."""
-    name: str = report.get("shape_name") or report["options"]["shape"]
-    precision = _precision_of(report)
+    name, precision = _shape_of(report), _precision_of(report)
     return name if precision == "bf16" else f"{name}, {precision}"
+
+
+def _shape_of(report: dict[str, Any]) -> str:
+    name: str = report.get("shape_name") or report["options"]["shape"]
+    return name
 
 
 def _precision_of(report: dict[str, Any]) -> str:
@@ -165,11 +169,12 @@ def _medians(report: dict[str, Any], of: str = "median") -> dict[tuple[str, int]
 
 
 def _calculated_none(report: dict[str, Any], microbatches: int, reports: Sequence[dict[str, Any]]) -> float | None:
-    """Milliseconds of "none" at the FLOP/s of the reference model on the same GPUs, if that was measured."""
+    """Milliseconds of "none" at the FLOP/s of the reference model, on the same GPUs and in the same precision."""
     for other in reports:
         reference = _medians(other).get(("none", microbatches))
-        same = other["device"] == report["device"] and other["gpus"] == report["gpus"]
-        if reference and same and model_of(other) == _REFERENCE_SHAPE:
+        same = all(other[key] == report[key] for key in ("device", "gpus"))
+        same = same and _precision_of(other) == _precision_of(report)
+        if reference and same and _shape_of(other) == _REFERENCE_SHAPE:
             return reference * report["flops_per_microbatch"] / other["flops_per_microbatch"]
     return None
 

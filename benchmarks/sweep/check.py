@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +121,9 @@ def _row(report: str, content: dict[str, Any], result: dict[str, Any]) -> Row:
     )
 
 
-def _table(found: Sequence[Row]) -> Table:
+def _table(title: str, found: Sequence[Row]) -> Table:
     """The table of one report."""
-    table = Table(title=f"{found[0].report}: measured, and the error of what is predicted")
+    table = Table(title=f"{title}: measured, and the error of what is predicted")
     table.add_column("system", no_wrap=True)
     for column in ("GiB held", "error", "GiB peak", "error", "ms", "error"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -150,8 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("reports", type=existing_file, nargs="+")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
-    for _, found in groupby(rows(options.reports), lambda row: row.report):
-        console.print(_table(list(found)))
+    for path in options.reports:  # each on its own: reports in several folders may have one name
+        found = list(rows([path]))
+        console.print(_table(str(path), found) if found else f"{path}: nothing in it is predicted")
     return 0
 
 

@@ -23,3 +23,15 @@ def test_changes_take_the_bytes_of_indices_or_of_a_bitmap(tmp_path: Path) -> Non
         share = whole["share"]
         assert delta["nbytes"] == pytest.approx((2 * share + min(4 * share, 1 / 8)) * (16 << 20), rel=0.02)
         assert 0.0 < delta["move"] < delta["seconds"]
+
+
+@pytest.mark.timeout(120)
+def test_a_fast_link_is_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refit_delta.main(["--mebibytes", "32", "--repeats", "1", "--gigabytes-per-second", "5"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(refit_delta.SHARES)
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_of_one_process_ends_the_other() -> None:
+    with pytest.raises(RuntimeError, match="a process has failed"):
+        refit_delta.measure("cpu", 32, -1.0, 1)  # a link has no such speed

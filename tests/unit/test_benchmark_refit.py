@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import statistics
+import time
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import refit_vllm_adapters
 from benchmarks.refit import main
 from benchmarks.refit_parts import main as main_parts
+from benchmarks.refit_ranks import Outcome
 from benchmarks.refit_report import main as report
 from benchmarks.refit_vllm import main as main_vllm
 from tests.unit.test_performance_documents import REFIT
+
+RECEIVED = 1_707_008
+"""Bytes of the first worker of TP 2 of the tiny model: norms, half of each matrix, and 512 of the 1000 tokens' rows."""
 
 
 @pytest.mark.slow
@@ -26,6 +36,7 @@ def test_every_way_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
     for item in found:
         assert {len(values) for values in item["seconds"].values()} == {2}
         assert item["gb_per_s"] > 0 < item["share_of_link"]
+        assert item["gb_per_s"] * statistics.median(item["seconds"]["move"]) == pytest.approx(RECEIVED / 1e9)
     assert all(item["plan_s"] > 0 < item["worker_bytes"] for item in found[1:])
     assert len(capsys.readouterr().out.splitlines()) == 4
 
@@ -62,6 +73,16 @@ def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
     assert "milliseconds of a push" in drawn.read_text() or drawn.stat().st_size > 5000
 
 
+def test_a_way_that_failed_is_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"model": "tiny", "trainer": "etp=2", "engine": "tp=2"}
+    found = asdict(Outcome("tcp", seconds={"push": [0.5], "move": [0.4]}, gb_per_s=1.0))
+    failed = asdict(Outcome("nixl", failure="no link to rank 3:\nrefused"))
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"options": options, "outcomes": [found, failed]}))
+    assert report(["--links", str(file)]) == 0
+    assert capsys.readouterr().out.endswith("\nFailed:\n\n- tiny, etp=2 to tp=2: nixl: no link to rank 3: refused\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -80,3 +101,31 @@ def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(argumen
 def test_parts_are_measured_on_gpus_alone() -> None:
     with pytest.raises(SystemExit, match="this measures GPUs, and there is none"):
         main_parts([])
+
+
+class _Served:
+    """What a publisher's handle gives, at once."""
+
+    nbytes, reason = 1, None
+
+    @property
+    def engines(self) -> dict[str, _Served]:
+        return {"engine": self}
+
+    def result(self, _timeout_s: float) -> _Served:
+        return self
+
+    def publish(self, _version: int) -> _Served:
+        return self
+
+
+@pytest.mark.parametrize(("way", "parts"), [("merged", {"push", "send", "merge"}), ("adapter", {"push", "send"})])
+def test_only_a_merge_is_a_part_of_a_push(way: str, parts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = object.__new__(refit_vllm_adapters.AdapterTrainer)
+    trainer._factors, trainer._version = [], 1
+    trainer._task = SimpleNamespace(timeout_s=1.0, gpus=())
+    monkeypatch.setattr(trainer, "_put_together", lambda *, merged: time.sleep(0.2))  # noqa: ARG005 - as it is called
+    seconds = trainer._push(_Served(), Outcome(way), way)
+    assert seconds.keys() == parts
+    assert (seconds["push"] >= 0.2) == (way == "merged")
+    assert seconds["push"] - seconds["send"] == pytest.approx(seconds.get("merge", 0.0), abs=0.05)

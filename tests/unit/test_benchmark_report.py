@@ -102,6 +102,11 @@ def test_what_does_not_fit_alone_is_compared_with_a_calculated_time() -> None:
     assert rows([big])[0].ratio is None
     on_two = report(*OURS["results"], gpus=2)
     assert rows([big, on_two])[0].ratio is None
+    in_fp8 = {"precision": "fp8_block"}
+    big_in_fp8 = report(*big["results"], shape="llama70b-40l", options=in_fp8)
+    assert rows([big_in_fp8, OURS])[0].ratio is None
+    found = rows([big_in_fp8, OURS, report(result("none", 1, 80.0), options=in_fp8)])[0]
+    assert found.ratio == pytest.approx(2000.0 / (0.8 * alone))
 
 
 def test_the_table_is_markdown_and_lists_failures() -> None:

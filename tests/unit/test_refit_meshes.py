@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks import refit_meshes
 from benchmarks.refit_meshes import Row, engine_arguments, load, main, row, table
 from benchmarks.refit_vllm_trainer import Outcome
+from benchmarks.vllm_server import ServerError
 from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.simulation.cluster import engine_mesh
 
@@ -90,6 +91,23 @@ def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(refit_meshes, "_pushes", lambda *_: iter([pushed]))
     assert main(["--device", "cpu", "--from", "tp=2", "--to", "tp=1", "--json", str(file)]) == 0
     assert load(file) == [pushed]
+
+
+def test_no_trainer_is_left_out_where_the_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def push(options: Namespace, written: object, server: object, trainer: str, *_: object) -> Outcome:
+        if trainer == "etp=2":
+            raise ServerError("vLLM ended")
+        return Outcome("", seconds={"push": [0.5]}, kl=2e-4, largest_error=0.125, untouched_kl=3.0)
+
+    monkeypatch.setattr(refit_meshes, "serve", lambda *_: nullcontext())
+    monkeypatch.setattr(refit_meshes, "_push", push)
+    file = tmp_path / "meshes.json"
+    arguments = ["--device", "cpu", "--from", "tp=2", "etp=2", "pp=2", "--to", "tp=1", "--json", str(file)]
+    assert main(arguments) == 1
+    verdicts = [(one.trainer, one.verdict) for one in load(file)]
+    assert verdicts == [("tp=2", "agrees"), ("etp=2", "vLLM ended"), ("pp=2", "vLLM ended")]
 
 
 def test_a_format_is_pushed_though_another_one_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.sweep import check
 from benchmarks.sweep.check import Row, rows, time_error
 from benchmarks.sweep.configurations import ParallelConfiguration
 from benchmarks.sweep.memory import Training, needed, padded_vocabulary, resident, stage_weights
@@ -92,6 +93,52 @@ def test_time_of_a_model_that_only_fits_when_sharded_is_predicted_from_tensor_pa
     errors = {key: time_error(base, row) for key, row in found.items()}
     assert len(errors) == 6
     assert max(map(abs, errors.values())) < 0.06, errors
+
+
+def _worst(shape: str, precision: str, *systems: str) -> str:
+    """The errors of all committed reports of a model, as the page has them; each is calibrated on its own step."""
+    errors = []
+    for path in sorted(FOLDER.rglob("*.json")):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or not {"shape", "results"} <= content.keys():
+            continue
+        options = content["options"]
+        named = content.get("shape_name") or options["shape"], options.get("precision") or "bf16"
+        found = [row for row in rows([path]) if row.seconds is not None]
+        if found and named == (shape, precision):
+            base = min(found, key=lambda row: (row.system != "none", row.microbatches))
+            errors += [
+                100 * time_error(base, row)
+                for row in found
+                if row is not base and (not systems or row.system in systems)
+            ]
+    return f"{min(errors):+.0f} to {max(errors):+.0f} %"
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "precision", "systems"),
+    [
+        ("ETP in bf16, `copy_engine`", "llama8b-8l", "bf16", ("etp_copy_engine",)),
+        ("the same, `c10d`", "llama8b-8l", "bf16", ("etp_c10d",)),
+        ("the same, data parallel", "llama8b-8l", "bf16", ("dp",)),
+        ("the same, tensor parallel, partly host-bound", "llama8b-8l", "bf16", ("tp",)),
+        ("in block FP8, ETP, partly host-bound", "llama8b-8l", "fp8_block", ("etp_c10d", "etp_copy_engine")),
+        ("the same, tensor parallel, host-bound", "llama8b-8l", "fp8_block", ("tp",)),
+        ("small model, host-bound", "small", "bf16", ()),
+        ("mixture of experts, host-bound, bf16", "qwen3-30b-a3b-6l", "bf16", ()),
+        ("the same in block FP8", "qwen3-30b-a3b-6l", "fp8_block", ()),
+    ],
+)
+def test_the_page_leaves_no_report_out(row: str, shape: str, precision: str, systems: tuple[str, ...]) -> None:
+    page = (FOLDER.parent / "sweep.md").read_text().splitlines()
+    (line,) = [line for line in page if line.startswith("| ") and f"{row} |" in line]
+    assert line.endswith(f"| {_worst(shape, precision, *systems)} |")
+
+
+def test_reports_of_one_name_are_calibrated_each_on_its_own_step(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [FOLDER / "h100x2-all" / "ours.json", FOLDER / "h200x2-precisions" / "ours.json"]
+    check.main([str(path) for path in paths])
+    assert capsys.readouterr().out.count("base") == 2
 
 
 def test_a_sweep_of_trainings_with_an_optimizer_needed_the_predicted_memory() -> None:

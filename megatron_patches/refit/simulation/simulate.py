@@ -214,9 +214,9 @@ def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) ->
         bytes_per_s: bandwidth of either.
     """
     exact = Fraction(received) / Fraction(sent)
-    # Round to whole copies, or to simple fractions: many different fractions take long to compute and gain nothing.
-    parts = 64 if exact < 1 else 8 if exact < 8 else 1
-    copies = max(Fraction(1, parts), Fraction(math.floor(parts * exact), parts))
+    # Round down to whole copies, or to simple fractions: many different fractions take long to compute and gain little.
+    parts = 64 << math.floor(1 / exact).bit_length() - 1 if exact < 1 else 8 if exact < 8 else 1
+    copies = Fraction(math.floor(parts * exact), parts)
     waves = fan_out(
         [Server(name="trainer", copies=copies)], [Waiting(name=f"engine {number}") for number in range(replicas)]
     )

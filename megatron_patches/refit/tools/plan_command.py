@@ -86,6 +86,9 @@ def cluster_from(options: argparse.Namespace) -> tuple[TrainerMesh, EngineMesh, 
     """
     trainer = of_flag("--from", lambda: trainer_mesh(options.trainer))
     engine = of_flag("--to", lambda: engine_mesh(options.engine))
+    for flag, size in (("--from", trainer.size), ("--to", engine.size)):
+        if size > _MOST_RANKS:
+            raise RefitError(f"{flag} has {size} ranks; at most {_MOST_RANKS} can be planned for")
     hosts = of_flag(
         "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
     )
@@ -160,9 +163,6 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
         RefitError: on any user error, with one line that names it.
     """
     trainer, engine, hosts = cluster_from(options)
-    for flag, size in (("--from", trainer.size), ("--to", engine.size)):
-        if size > _MOST_RANKS:
-            raise RefitError(f"{flag} has {size} ranks; at most {_MOST_RANKS} can be planned for")
     if options.command == "verify" and options.staging < MOST_ELEMENT_BYTES:
         raise RefitError(
             f"--staging is {options.staging}; a packet must hold one element of {MOST_ELEMENT_BYTES} bytes"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.msgpack import decode
 
+from benchmarks.refit import TINY
 from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.control.messages import Asked, Orders, Step
 from megatron_patches.refit.models.config_traits import family_from_config
@@ -148,6 +149,16 @@ def test_the_trainer_serves_as_many_engines_at_a_time_as_its_busiest_rank_allows
     assert len([name for wave in found.fan_out.waves for name in wave.committed]) == 256
 
 
+@pytest.mark.parametrize("replicas", [1, 64])
+@pytest.mark.parametrize("workers", [64, 80, 128])
+def test_one_rank_that_serves_many_workers_is_not_taken_for_faster_than_it_is(workers: int, replicas: int) -> None:
+    """The first engine has the version once the rank has sent it to all of the engine's workers in turn."""
+    of = Sides(family=family_from_config(TINY), trainer=trainer_mesh("dp=1"), engine=engine_mesh(f"dp={workers}"))
+    found = simulate(of, 1, 1, replicas, 1e9, Progress()).fan_out
+    assert workers <= found.waves[0].end < 1.04 * workers
+    assert 1 <= found.over_least < 1.04
+
+
 def arguments(tmp_path: Path, **changed: str) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     flags = {
@@ -208,6 +219,7 @@ def test_a_missed_target_is_the_exit_status(
     [
         ("model", "gpt-9", "gpt-9 is neither a file nor one of qwen3-235b, deepseek-v3, kimi-k2"),
         ("from", "tp=3", "tp is 3 and the model has 2 KV heads"),
+        ("from", "dp=16386", "--from has 16386 ranks; at most 16384 can be planned for"),
         ("to", "tp=2,ep=3", "--to: ep is 3"),
         ("engines", "0", "--engines: there are 0 engines"),
         ("replicas", "0", "--replicas is 0"),
