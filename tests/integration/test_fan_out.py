@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -162,7 +163,8 @@ def in_waves(session: RefitSession, clients: list[PlainEngine], push: Push) -> A
     session.exchange.gather(None)
     reports.append(push(2, wait=True))
     if first:
-        os.kill(pid, signal.SIGKILL)  # if it committed so late that nobody took the version from it
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # if it committed so late that nobody took the version from it
         found.append([engine.run("content") for engine in left])
     reports.append(push(3))
     reports.append(push(4))

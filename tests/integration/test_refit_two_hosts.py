@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.refit_two_hosts import RANKS, content, listening
 from tests.support import plain_engine
+from tests.support.template import Process
 from tests.support.two_hosts import two_hosts
 
 
@@ -23,7 +24,7 @@ def test_a_push_between_two_hosts_needs_the_address_of_the_trainer(tmp_path: Pat
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     hosts = contextlib.ExitStack()
     first, second = hosts.enter_context(two_hosts())
-    started, seen = list[subprocess.Popen[bytes]](), {host: set[tuple[str, int]]() for host in (first, second)}
+    started, seen = list[Process](), {host: set[tuple[str, int]]() for host in (first, second)}
     over = threading.Event()
 
     def watch() -> None:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +34,7 @@ from tests.support import plain_engine
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case
 from tests.support.plain_engine import PlainEngine
+from tests.support.template import Process
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,7 +44,7 @@ NAMES = [f"engine {number}" for number in range(5)]
 
 
 @contextlib.contextmanager
-def engines(folder: Path, count: int) -> Iterator[list[tuple[str, subprocess.Popen[bytes]]]]:
+def engines(folder: Path, count: int) -> Iterator[list[tuple[str, Process]]]:
     """Addresses and processes of engines."""
     started = []
     try:

@@ -119,7 +119,8 @@ def published(
     model = adapted()
     sharding(model)
     served, were, told = [], [], []
-    with engine_of(rank, folder) as engine, AdapterPublisher(model, "math", options=OPTIONS) as publisher:
+    engine = engine_of(rank, folder)
+    with AdapterPublisher(model, "math", options=OPTIONS) as publisher:
         if engine is not None:
             publisher.attach(engine)
         for version in (3, 9):
@@ -141,7 +142,8 @@ def refused_on_one_rank(rank: int, world_size: int, folder: str) -> tuple[str, A
     del world_size
     model = adapted()
     shards(model)
-    with engine_of(rank, folder) as engine, AdapterPublisher(model, "math", options=OPTIONS) as publisher:
+    engine = engine_of(rank, folder)
+    with AdapterPublisher(model, "math", options=OPTIONS) as publisher:
         if engine is not None:
             publisher.attach(engine)
         publisher.publish(1).result(30.0)

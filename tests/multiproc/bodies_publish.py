@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -201,19 +201,9 @@ def blocks_of_a_grid(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@contextlib.contextmanager
-def engine_of(rank: int, folder: str) -> Iterator[PlainEngine | None]:
-    """An engine process, on the first rank."""
-    if rank:
-        yield None
-        return
-    address = str(Path(folder) / "engine.sock")
-    process = plain_engine.start(address)
-    try:
-        yield PlainEngine("engine", address, 30.0)
-    finally:
-        process.kill()
-        process.wait()
+def engine_of(rank: int, folder: str, name: str = "engine") -> PlainEngine | None:
+    """On the first rank, an engine process that the test has started."""
+    return None if rank else PlainEngine(name, str(Path(folder) / f"{name}.sock"), 30.0)
 
 
 def gathered(value: Any) -> list[Any]:
@@ -240,7 +230,8 @@ def published(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     served, were, told = [], [], []
     handles, reports = [], []
-    with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
+    engine = engine_of(rank, folder)
+    with WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
         if engine is not None:
             publisher.attach(engine)
         for version in (3, 4, 9):
@@ -282,34 +273,34 @@ def quantized(
     """
     served, should, said = [], [], []
     version = 0
-    with engine_of(rank, folder) as engine:
-        formats = (one for one in WeightFormat if one.is_quantized)
-        for payload, weight_format in product(PayloadKind, formats):
-            model = build(sharding, world_size)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-            options = replace(
-                OPTIONS, on_engine_failure=OnEngineFailure.RAISE, payload=payload, weight_format=weight_format
-            )
-            good = (0, dict[str, str]())
-            with WeightPublisher(model, config=CONFIG, options=options) as publisher:
-                if engine is not None:
-                    publisher.attach(engine)
-                for harmed in (False, True, False):
-                    version += 1
-                    train(model, optimizer, version)
-                    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-                    if harmed:
-                        spoil(model, rank, world_size)
-                    else:
-                        good = version, in_blocks(model, power_of_two=weight_format.has_powers_of_two)
-                    try:
-                        publisher.publish(version).result(30.0)
-                    except RefitError as error:
-                        said.append(str(error))
-                    model.load_state_dict(state)
-                    should.append(good)
-                    served.append(engine.run("content") if engine is not None else good)
-                    gathered(None)
+    engine = engine_of(rank, folder)
+    formats = (one for one in WeightFormat if one.is_quantized)
+    for payload, weight_format in product(PayloadKind, formats):
+        model = build(sharding, world_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        options = replace(
+            OPTIONS, on_engine_failure=OnEngineFailure.RAISE, payload=payload, weight_format=weight_format
+        )
+        good = (0, dict[str, str]())
+        with WeightPublisher(model, config=CONFIG, options=options) as publisher:
+            if engine is not None:
+                publisher.attach(engine)
+            for harmed in (False, True, False):
+                version += 1
+                train(model, optimizer, version)
+                state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+                if harmed:
+                    spoil(model, rank, world_size)
+                else:
+                    good = version, in_blocks(model, power_of_two=weight_format.has_powers_of_two)
+                try:
+                    publisher.publish(version).result(30.0)
+                except RefitError as error:
+                    said.append(str(error))
+                model.load_state_dict(state)
+                should.append(good)
+                served.append(engine.run("content") if engine is not None else good)
+                gathered(None)
     return served, should, said
 
 
@@ -330,24 +321,24 @@ def two_trainers(rank: int, world_size: int, folder: str) -> tuple[list[str], li
     own = [dist.new_group([one]) for one in range(world_size)][rank]
     options = RefitOptions(timeout_s=30.0, staging_bytes=1 << 14)
     said, served = list[str](), list[int]()
-    with engine_of(rank, folder) as engine:
-        gathered(None)
-        client = PlainEngine("rollout 0", str(Path(folder) / "engine.sock"), 30.0)
-        with contextlib.closing(
-            RefitSession(nn.Linear(5, 3), [client], config=CONFIG, group=own, options=options)
-        ) as session:
-            for version, (trainer, joins) in enumerate([(0, True), (1, True), (0, False), (1, False), (0, True)], 1):
-                if trainer == rank:
-                    try:
-                        if joins:
-                            session.prepare()
-                        session.push(version, wait=True)
-                    except RefitError as error:
-                        said.append(str(error))
-                gathered(None)
-                if engine is not None:
-                    served.append(engine.run("content")[0])
-                gathered(None)
+    engine = engine_of(rank, folder)
+    gathered(None)
+    client = PlainEngine("rollout 0", str(Path(folder) / "engine.sock"), 30.0)
+    with contextlib.closing(
+        RefitSession(nn.Linear(5, 3), [client], config=CONFIG, group=own, options=options)
+    ) as session:
+        for version, (trainer, joins) in enumerate([(0, True), (1, True), (0, False), (1, False), (0, True)], 1):
+            if trainer == rank:
+                try:
+                    if joins:
+                        session.prepare()
+                    session.push(version, wait=True)
+                except RefitError as error:
+                    said.append(str(error))
+            gathered(None)
+            if engine is not None:
+                served.append(engine.run("content")[0])
+            gathered(None)
     return said, served
 
 
@@ -361,14 +352,9 @@ def refused(rank: int, world_size: int, folder: str, known: str, dtype: str) -> 
     dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in whole(model).items()}
     dtypes = {name: dtype if name == known else of for name, of in dtypes.items() if (name, dtype) != (known, "")}
     said = []
-    (Path(folder) / "other").mkdir(exist_ok=True)
-    with (
-        engine_of(rank, folder) as good,
-        engine_of(rank, str(Path(folder) / "other")) as bad,
-        WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher,
-    ):
+    good, bad = engine_of(rank, folder), engine_of(rank, folder, "another")
+    with WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
         if good is not None and bad is not None:
-            bad.name = "another"
             bad.run("know", dtypes)
             publisher.attach(bad)
         try:
@@ -399,7 +385,8 @@ def undescribed(rank: int, world_size: int, folder: str) -> list[str]:
     model, said = Model(), []
     if rank == world_size - 1:
         model.layers[1].up.to("meta")
-    with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
+    engine = engine_of(rank, folder)
+    with WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
         for _ in range(2):
             try:
                 publisher.publish(1)
@@ -420,7 +407,8 @@ def come_and_gone(rank: int, world_size: int, folder: str) -> tuple[list[dict[st
         fates.append({name: one.fate for name, one in found.engines.items()})
         return fates[-1]
 
-    with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
+    engine = engine_of(rank, folder)
+    with WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
         publish(1)
         if engine is not None:
             publisher.attach(engine)

@@ -42,32 +42,32 @@ def synced(rank: int, world_size: int, folder: str) -> list[tuple[Content, Conte
     model = build(fsdp, world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     found = []
-    with engine_of(rank, folder) as engine:
-        transfer = None
-        if engine is not None:
-            transfer = EtpWeightTransfer([engine], options=OPTIONS, first_version=7)
-            transfer.init_weight_transfer()
-        for version in (7, 8, 9, 10):
-            train(model, optimizer, version)
-            whole = {name: tensor.clone() for name, tensor in streamed(model)}
-            if transfer is not None:
-                transfer.pause()
-            dist.barrier()
-            if transfer is None:
-                list(streamed(model))
-            else:
-                transfer.send_weights(streamed(model))
-                before = engine.run("content")
-            dist.barrier()
-            train(model, optimizer, 100 + version)  # the weights may change at once
-            if transfer is not None:
-                transfer.resume()
-                found.append((before, engine.run("content"), (transfer.version, content(whole))))
-                if version == 9:
-                    transfer.destroy()
+    engine = engine_of(rank, folder)
+    transfer = None
+    if engine is not None:
+        transfer = EtpWeightTransfer([engine], options=OPTIONS, first_version=7)
+        transfer.init_weight_transfer()
+    for version in (7, 8, 9, 10):
+        train(model, optimizer, version)
+        whole = {name: tensor.clone() for name, tensor in streamed(model)}
         if transfer is not None:
-            transfer.destroy()
-            transfer.destroy()
+            transfer.pause()
+        dist.barrier()
+        if transfer is None:
+            list(streamed(model))
+        else:
+            transfer.send_weights(streamed(model))
+            before = engine.run("content")
+        dist.barrier()
+        train(model, optimizer, 100 + version)  # the weights may change at once
+        if transfer is not None:
+            transfer.resume()
+            found.append((before, engine.run("content"), (transfer.version, content(whole))))
+            if version == 9:
+                transfer.destroy()
+    if transfer is not None:
+        transfer.destroy()
+        transfer.destroy()
     groups = len(dist.distributed_c10d._world.pg_map)
     assert groups == 1, "destroy() leaves the group behind"
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +27,9 @@ pytestmark = [
     ],
 )
 def test_an_engine_receives_what_peft_would_save_and_nothing_of_the_base(
-    sharding: Sharding, ranks: int, tmp_path: Path
+    sharding: Sharding, ranks: int, engine_folder: str
 ) -> None:
-    of_ranks = run_distributed(bodies.published, ranks, "gloo", args=(sharding, str(tmp_path)))
+    of_ranks = run_distributed(bodies.published, ranks, "gloo", args=(sharding, engine_folder))
     served, were, told, names = of_ranks[0]
     assert served == were
     assert were[0][1] != were[1][1]
@@ -41,8 +40,8 @@ def test_an_engine_receives_what_peft_would_save_and_nothing_of_the_base(
 
 
 @pytest.mark.slow
-def test_a_scale_that_is_no_number_is_refused_on_all_ranks_before_anything_is_sent(tmp_path: Path) -> None:
-    of_ranks = run_distributed(bodies.refused_on_one_rank, 2, "gloo", args=(str(tmp_path),))
+def test_a_scale_that_is_no_number_is_refused_on_all_ranks_before_anything_is_sent(engine_folder: str) -> None:
+    of_ranks = run_distributed(bodies.refused_on_one_rank, 2, "gloo", args=(engine_folder,))
     assert [said for said, _ in of_ranks] == [of_ranks[0][0]] * 2
     assert "publishing math@2 failed on rank 1" in of_ranks[0][0]
     assert "the scale of the adapter 'default' at base_model.model.layers.1.down is nan" in of_ranks[0][0]

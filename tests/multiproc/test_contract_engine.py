@@ -15,8 +15,8 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.trainer.contract_engine import ContractEngine, GuardedSyncClient
 from megatron_patches.refit.trl import EtpWeightTransfer
 from tests.multiproc import bodies_trl as bodies
-from tests.multiproc.test_trl_transfer import running, sync, tensors
-from tests.support.plain_engine import PlainEngine
+from tests.multiproc.test_trl_transfer import sync, tensors
+from tests.support.plain_engine import PlainEngine, running
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("the engine of these tests keeps weights in host memory")]
 

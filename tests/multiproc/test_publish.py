@@ -12,6 +12,7 @@ from megatron_patches.refit import Fate
 from tests.multiproc import bodies_publish as bodies
 from tests.multiproc.bodies_publish import Sharding
 from tests.support.launch import run_distributed
+from tests.support.plain_engine import running
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("the engine of these tests keeps weights in host memory")]
 
@@ -66,8 +67,8 @@ ROWS = {
 @pytest.mark.parametrize(
     ("sharding", "ranks"), [pytest.param(*case, marks=[] if case in QUICK else [SLOW]) for case in CASES], ids=IDS
 )
-def test_an_engine_serves_the_bits_of_each_version(sharding: Sharding, ranks: int, tmp_path: Path) -> None:
-    of_ranks = run_distributed(bodies.published, ranks, "gloo", args=(sharding, str(tmp_path)))
+def test_an_engine_serves_the_bits_of_each_version(sharding: Sharding, ranks: int, engine_folder: str) -> None:
+    of_ranks = run_distributed(bodies.published, ranks, "gloo", args=(sharding, engine_folder))
     served, were, told = of_ranks[0]
     assert [version for version, _ in served] == [3, 4, 9]
     assert served == were
@@ -87,10 +88,10 @@ def test_an_engine_serves_the_bits_of_each_version(sharding: Sharding, ranks: in
     ],
 )
 def test_a_version_whose_scale_would_be_no_number_is_refused_in_one_line(
-    sharding: Sharding, ranks: int, tmp_path: Path
+    sharding: Sharding, ranks: int, engine_folder: str
 ) -> None:
     """In each quantized format and as each payload; the engine serves the version before, and the next one."""
-    of_ranks = run_distributed(bodies.quantized, ranks, "gloo", args=(sharding, str(tmp_path)))
+    of_ranks = run_distributed(bodies.quantized, ranks, "gloo", args=(sharding, engine_folder))
     served, should, said = of_ranks[0]
     assert served == should
     assert [version for version, _ in served] == [1, 1, 3, 4, 4, 6, 7, 7, 9, 10, 10, 12]
@@ -102,8 +103,8 @@ def test_a_version_whose_scale_would_be_no_number_is_refused_in_one_line(
 
 
 @SLOW
-def test_one_process_publishes_without_process_groups(tmp_path: Path) -> None:
-    ((served, were, told),) = run_distributed(bodies.published, 1, None, args=(bodies.plain, str(tmp_path)))
+def test_one_process_publishes_without_process_groups(engine_folder: str) -> None:
+    ((served, were, told),) = run_distributed(bodies.published, 1, None, args=(bodies.plain, engine_folder))
     assert served == were
     assert [fate for fate, _ in told] == [Fate.SERVES] * 3
 
@@ -116,8 +117,12 @@ def test_one_process_publishes_without_process_groups(tmp_path: Path) -> None:
         ("layers.1.norm.bias", "bfloat16", "layers.1.norm.bias"),
     ],
 )
-def test_an_engine_of_another_model_is_refused_in_one_line(known: str, dtype: str, said: str, tmp_path: Path) -> None:
-    for reasons, serves, refused in run_distributed(bodies.refused, 2, "gloo", args=(str(tmp_path), known, dtype)):
+def test_an_engine_of_another_model_is_refused_in_one_line(
+    known: str, dtype: str, said: str, engine_folder: str
+) -> None:
+    with running("another", Path(engine_folder)):
+        of_ranks = run_distributed(bodies.refused, 2, "gloo", args=(engine_folder, known, dtype))
+    for reasons, serves, refused in of_ranks:
         assert len(reasons) == 2
         assert all(said in reason and "\n" not in reason for reason in reasons), reasons
         assert reasons[0].startswith("cannot start the refit: ")
@@ -127,8 +132,8 @@ def test_an_engine_of_another_model_is_refused_in_one_line(known: str, dtype: st
 
 
 @SLOW
-def test_a_rank_that_cannot_describe_its_weights_fails_on_all_ranks_in_one_line(tmp_path: Path) -> None:
-    one, other = run_distributed(bodies.undescribed, 2, "gloo", args=(str(tmp_path),))
+def test_a_rank_that_cannot_describe_its_weights_fails_on_all_ranks_in_one_line(engine_folder: str) -> None:
+    one, other = run_distributed(bodies.undescribed, 2, "gloo", args=(engine_folder,))
     assert one == other
     assert one[0] == (
         "cannot start the refit: trainer rank 1: layers.1.up.weight is on the meta device, so there is no memory to "
@@ -140,8 +145,8 @@ def test_a_rank_that_cannot_describe_its_weights_fails_on_all_ranks_in_one_line(
 
 
 @SLOW
-def test_engines_come_and_go(tmp_path: Path) -> None:
-    of_ranks = run_distributed(bodies.come_and_gone, 2, "gloo", args=(str(tmp_path),))
+def test_engines_come_and_go(engine_folder: str) -> None:
+    of_ranks = run_distributed(bodies.come_and_gone, 2, "gloo", args=(engine_folder,))
     for rank, (fates, (served, states), said) in enumerate(of_ranks):
         assert fates[0] == {}
         assert {fate for one in fates[1:-2] for fate in one.values()} <= {Fate.JOINING}
@@ -153,9 +158,9 @@ def test_engines_come_and_go(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_of_two_trainers_the_engine_is_the_last_ones_that_joined(tmp_path: Path) -> None:
+def test_of_two_trainers_the_engine_is_the_last_ones_that_joined(engine_folder: str) -> None:
     """The other is told in one line that its worker has left, disturbs nobody, and may join again."""
-    (said, served), (said_of_other, _) = run_distributed(bodies.two_trainers, 2, "gloo", args=(str(tmp_path),))
+    (said, served), (said_of_other, _) = run_distributed(bodies.two_trainers, 2, "gloo", args=(engine_folder,))
     assert served == [1, 2, 2, 4, 5]
     assert said_of_other == []
     (reason,) = said

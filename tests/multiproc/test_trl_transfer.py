@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,10 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.trainer.engine_client import PauseMode
 from megatron_patches.refit.trl import EtpWeightTransfer, module_of
 from tests.multiproc import bodies_trl as bodies
-from tests.support import plain_engine
 from tests.support.launch import run_distributed
-from tests.support.plain_engine import PlainEngine
+from tests.support.plain_engine import PlainEngine, running
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("the engine of these tests keeps weights in host memory")]
-
-
-@contextmanager
-def running(name: str, folder: Path) -> Iterator[PlainEngine]:
-    address = str(folder / f"{name}.sock")
-    process = plain_engine.start(address)
-    try:
-        yield PlainEngine(name, address, 30.0)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +41,8 @@ def sync(transfer: EtpWeightTransfer, what: dict[str, torch.Tensor]) -> None:
     transfer.resume()
 
 
-def test_the_main_process_of_two_sends_each_version_whole(tmp_path: Path) -> None:
-    found, others = run_distributed(bodies.synced, 2, "gloo", args=(str(tmp_path),))
+def test_the_main_process_of_two_sends_each_version_whole(engine_folder: str) -> None:
+    found, others = run_distributed(bodies.synced, 2, "gloo", args=(engine_folder,))
     assert others == []
     assert [was[0] for _, _, was in found] == [7, 8, 9, 10]
     for before, after, was in found:

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -36,6 +36,8 @@ from megatron_patches.refit.planning.tensors import fold_tensors
 from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
 from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.transports.nics import AUTO_NICS
+from tests.support.prepared import template_of, torch_alone
+from tests.support.template import Process
 
 logger = logging.getLogger(__name__)
 
@@ -372,15 +374,20 @@ class PlainEngine:
         """Likewise."""
 
 
-def start(address: str, inside: Sequence[str] = (), nics: str = AUTO_NICS) -> subprocess.Popen[bytes]:
+def start(address: str, inside: Sequence[str] = (), nics: str = AUTO_NICS) -> Process:
     """Starts the process and waits until it answers.
 
     Args:
         address: where it listens.
-        inside: beginning of the command, such as one that enters a network namespace.
+        inside: beginning of a command, such as one that enters a network namespace. A copy of a template cannot.
         nics: see :attr:`megatron_patches.refit.parties.terms.LinkOptions.nics`.
     """
-    process = subprocess.Popen([*inside, sys.executable, "-m", "tests.support.plain_engine", address, nics])
+    template = None if inside else template_of(torch_alone)
+    process: Process
+    if template is None:
+        process = subprocess.Popen([*inside, sys.executable, "-m", "tests.support.plain_engine", address, nics])
+    else:
+        process = template.start(serve, (address, nics))
     deadline = time.monotonic() + _START_S
     while True:
         with suppress(RefitError):
@@ -389,6 +396,18 @@ def start(address: str, inside: Sequence[str] = (), nics: str = AUTO_NICS) -> su
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError("the engine did not start")
         time.sleep(0.05)
+
+
+@contextmanager
+def running(name: str, folder: Path) -> Iterator[PlainEngine]:
+    """An engine that listens at ``NAME.sock`` in a folder."""
+    address = str(folder / f"{name}.sock")
+    process = start(address)
+    try:
+        yield PlainEngine(name, address, 30.0)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _answer(engine: Engine, connection: Connection) -> None:
@@ -401,15 +420,15 @@ def _answer(engine: Engine, connection: Connection) -> None:
         connection.send(answer)
 
 
-def main() -> None:
+def serve(address: str, nics: str) -> None:
     """Serves until the process is killed."""
     logging.basicConfig(level=logging.INFO)
-    engine = Engine(sys.argv[2])
-    Path(sys.argv[1]).unlink(missing_ok=True)
-    with Listener(sys.argv[1], "AF_UNIX") as listener:
+    engine = Engine(nics)
+    Path(address).unlink(missing_ok=True)
+    with Listener(address, "AF_UNIX") as listener:
         while True:
             _answer(engine, listener.accept())
 
 
 if __name__ == "__main__":
-    main()
+    serve(*sys.argv[1:])
