@@ -18,7 +18,7 @@ from megatron_patches.refit.control.messages import State
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.session import Fate, OnEngineFailure, RefitSession
-from tests.integration.test_subscriptions import CASE, NAMES, Push, costs, expected, run, until
+from tests.integration.test_subscriptions import CASE, NAMES, Push, costs, expected, late, run, until
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine
 
@@ -27,55 +27,42 @@ pytestmark = pytest.mark.timeout(300)
 OPTIONS: dict[str, Any] = {"on_engine_failure": OnEngineFailure.DROP, "fan_out": True}
 
 
-def start_late(clients: list[PlainEngine], count: int, started: list[Any]) -> list[PlainEngine]:
-    """Further engines, in processes of their own."""
-    found = []
-    for number in range(len(clients), len(clients) + count):
-        address = clients[0].address.replace("0.sock", f"{number}.sock")
-        started.append(plain_engine.start(address))
-        found.append(PlainEngine(NAMES[number], address, 20.0))
-    return found
-
-
 def serves(engine: PlainEngine, version: int) -> bool:
     found: int = engine.run("content")[0]
     return found == version
 
 
-def two_start_late(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+def two_come_late(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
     """Engine 0 is killed while it sends to a late one; both late ones then have the version, without the trainer.
 
     The other rank takes part in nothing until the next push. It waits in a collective, as in a step of training.
     """
     push(1, wait=True)
-    first, started, seen = session.exchange.rank == 0, list[Any](), dict[str, Any]()
+    first, seen = session.exchange.rank == 0, dict[str, Any]()
     if first:
         clients[0].run("send_slowly", 0.1)
         clients[0].run("fail_in", "relaying", int(signal.SIGKILL))
-        late = start_late(clients, 2, started)
         calls = [client.run("calls") for client in clients]
-        for engine in late:
+        others = [late(clients, number) for number in (2, 3)]
+        for engine in others:
             session.attach(engine)
         until(lambda: bool(json.loads(session.candidates())["sources"][0]["receivers"]))
         seen["during"] = json.loads(session.candidates())
-        until(lambda: all(serves(engine, 1) for engine in late))
-        until(lambda: {session.state()[engine.name].state for engine in late} == {State.READY})
-        seen["late"] = [engine.run("content") for engine in late]
+        until(lambda: all(serves(engine, 1) for engine in others))
+        until(lambda: {session.state()[engine.name].state for engine in others} == {State.READY})
+        seen["late"] = [engine.run("content") for engine in others]
         seen["calls"] = clients[1].run("calls")[len(calls[1]) :]
         seen["after"] = json.loads(session.candidates())
         seen["states"] = {name: one.state for name, one in session.state().items()}
     session.exchange.gather(None)
     seen["fates"] = {name: one.fate for name, one in push(2, wait=True).engines.items()}
     if first:
-        seen["found"] = [engine.run("content") for engine in [clients[1], *late]]
-    for process in started:
-        process.kill()
-        process.wait()
+        seen["found"] = [engine.run("content") for engine in [clients[1], *others]]
     return seen
 
 
 def test_late_engines_take_the_version_from_others_and_survive_the_death_of_one(tmp_path: Path) -> None:
-    seen = run(tmp_path, two_start_late, **OPTIONS)[0]
+    seen = run(tmp_path, two_come_late, later=2, **OPTIONS)[0]
     costs = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
     joined = [cost for cost in costs if cost["version"] == 1 and cost["serves"] and cost["engine"] in NAMES[2:4]]
     assert {cost["engine"] for cost in joined} == set(NAMES[2:4])
@@ -208,37 +195,33 @@ def test_engines_that_meet_again_keep_their_plan(tmp_path: Path) -> None:
 def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
     """What the only engine serves is damaged; then a push begins while it sends."""
     push(1, wait=True)
-    first, started, found = session.exchange.rank == 0, list[Any](), list[Any]()
+    first, found, other = session.exchange.rank == 0, list[Any](), late(clients, 1)
     if first:
         clients[0].run("damage", "model.norm.weight")
-        (late,) = start_late(clients, 1, started)
-        session.attach(late)
-        until(lambda: late.run("calls").count("receive") == 1)
-        until(lambda: session.state()[late.name].state is State.READY)
-        found.append(late.run("content"))
-        session.detach(late.name)
+        session.attach(other)
+        until(lambda: other.run("calls").count("receive") == 1)
+        until(lambda: session.state()[other.name].state is State.READY)
+        found.append(other.run("content"))
+        session.detach(other.name)
     session.exchange.gather(None)
     push(2, wait=True)
     if first:
         clients[0].run("send_slowly", 0.3)
-        session.attach(late)
-        until(lambda: late.run("calls").count("receive") == 2)
+        session.attach(other)
+        until(lambda: other.run("calls").count("receive") == 2)
     session.exchange.gather(None)
     began = time.monotonic()
     report = push(3, wait=True)
     took = time.monotonic() - began
     if first:
-        found.append(late.run("content"))
+        found.append(other.run("content"))
     session.exchange.gather(None)
-    for process in started:
-        process.kill()
-        process.wait()
     return {name: one.fate for name, one in report.engines.items()}, took, found
 
 
 @pytest.mark.slow
 def test_what_has_changed_is_not_taken(tmp_path: Path) -> None:
-    (fates, took, found), _ = run(tmp_path, nobody_can_send, count=1, **OPTIONS)
+    (fates, took, found), _ = run(tmp_path, nobody_can_send, count=1, later=1, **OPTIONS)
     assert found[0] == (-1, {})  # its digest is not that of what the trainer sent
     assert fates == dict.fromkeys(NAMES[:2], Fate.SERVES)  # the late one gave up version 2, to take 3
     assert took < 3.0  # the fleet does not wait for what an engine sends to another

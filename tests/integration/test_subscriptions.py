@@ -78,6 +78,11 @@ Push = Callable[..., PushReport]
 Scene = Callable[[RefitSession, list[PlainEngine], Push], Any]
 
 
+def late(clients: list[PlainEngine], number: int) -> PlainEngine:
+    """An engine that the session does not know yet."""
+    return PlainEngine(NAMES[number], clients[0].address.replace("0.sock", f"{number}.sock"), 20.0)
+
+
 def body(rank: int, world_size: int, addresses: list[str], scene: Scene, options: dict[str, Any]) -> Any:
     """Runs a scene on this rank."""
     del world_size
@@ -97,9 +102,10 @@ def body(rank: int, world_size: int, addresses: list[str], scene: Scene, options
         return scene(session, clients, push)
 
 
-def run(folder: Path, scene: Scene, count: int = 2, **options: Any) -> list[Any]:
-    with engines(folder, count) as started:
-        addresses = [address for address, _ in started]
+def run(folder: Path, scene: Scene, count: int = 2, later: int = 0, **options: Any) -> list[Any]:
+    """What a scene finds with ``count`` engines that the session knows from the beginning, and ``later`` others."""
+    with engines(folder, count + later) as started:
+        addresses = [address for address, _ in started[:count]]
         found: list[Any] = run_megatron(body, 2, args=(addresses, scene, options), timeout_s=150)
         return found
 
@@ -337,7 +343,7 @@ def test_an_engine_that_fails_costs_the_other_nothing_and_comes_back(
 
 def some_come_late(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
     """Of four engines two are attached late and one is killed while it receives; another hangs while it joins."""
-    first, started, took = session.exchange.rank == 0, [], []
+    first, took = session.exchange.rank == 0, []
 
     def timed(version: int) -> dict[str, Fate]:
         began = time.monotonic()
@@ -349,9 +355,7 @@ def some_come_late(session: RefitSession, clients: list[PlainEngine], push: Push
     if first:
         clients[1].run("fail_in", "sending", int(signal.SIGKILL))
         for number in (2, 3, 4):
-            address = clients[0].address.replace("0.sock", f"{number}.sock")
-            started.append(plain_engine.start(address))
-            clients.append(PlainEngine(NAMES[number], address, 20.0))
+            clients.append(late(clients, number))
             if number == 4:
                 clients[4].run("fail_in", "joining", int(signal.SIGSTOP))
             session.attach(clients[number])
@@ -370,14 +374,13 @@ def some_come_late(session: RefitSession, clients: list[PlainEngine], push: Push
     fates.append(timed(version))
     session.wait()
     found = [clients[number].run("content") for number in (0, 2, 3)] if first else []
-    for process in started:
-        process.kill()
-        process.wait()
     return took, fates, found, version
 
 
 def test_engines_come_and_go_at_any_time(tmp_path: Path) -> None:
-    (took, fates, found, version), other = run(tmp_path, some_come_late, on_engine_failure=OnEngineFailure.DROP)
+    (took, fates, found, version), other = run(
+        tmp_path, some_come_late, later=3, on_engine_failure=OnEngineFailure.DROP
+    )
     assert max(took) < 3.0
     assert fates[0] == dict.fromkeys(NAMES[:2], Fate.SENT)
     assert {name: fates[1][name] for name in NAMES[:2]} == {NAMES[0]: Fate.SENT, NAMES[1]: Fate.FAILED}
@@ -391,12 +394,10 @@ def test_engines_come_and_go_at_any_time(tmp_path: Path) -> None:
 def one_comes_between_pushes(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
     """Engine 2 joins while no rank is in a push, and another one is attached and detached again meanwhile."""
     push(1, wait=True)
-    first, started = session.exchange.rank == 0, []
+    first = session.exchange.rank == 0
     if first:
         for number in (2, 3):
-            address = clients[0].address.replace("0.sock", f"{number}.sock")
-            started.append(plain_engine.start(address))
-            clients.append(PlainEngine(NAMES[number], address, 20.0))
+            clients.append(late(clients, number))
             session.attach(clients[-1])
         session.detach(NAMES[3])
     until(lambda: NAMES[2] in session.state() and session.state()[NAMES[2]].state is State.READY)
@@ -404,14 +405,11 @@ def one_comes_between_pushes(session: RefitSession, clients: list[PlainEngine], 
     fates = {name: one.fate for name, one in push(2, wait=True).engines.items()}
     found = [client.run("content") for client in clients] if first else []
     session.exchange.gather(None)
-    for process in started:
-        process.kill()
-        process.wait()
     return fates, found, [one.state for one in session.state().values()]
 
 
 def test_an_engine_that_joins_between_two_pushes_takes_the_second(tmp_path: Path) -> None:
-    (fates, found, states), other = run(tmp_path, one_comes_between_pushes)
+    (fates, found, states), other = run(tmp_path, one_comes_between_pushes, later=2)
     assert fates == other[0] == {**dict.fromkeys(NAMES[:3], Fate.SERVES), NAMES[3]: Fate.LEFT}
     assert found == [*[(2, expected(2))] * 3, (-1, {})]
     assert states == other[2] == [State.READY] * 3
