@@ -37,7 +37,7 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = "tests.integration.grpo_rewards"
-STEPS = 40
+STEPS, PRETRAINING = 30, 120  # fewer than `make grpo` takes, so that the reward ends lower
 MODEL = byte_level(CONFIG)
 
 
@@ -98,7 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def grpo(folder: Path, *more: str) -> str:
     """What ``make grpo`` prints."""
-    done = run("-m", "examples.grpo", "--output", str(folder), "--steps", str(STEPS), "--ranks", "2", *more)
+    steps = ("--steps", str(STEPS), "--pretraining", str(PRETRAINING))
+    done = run("-m", "examples.grpo", "--output", str(folder), "--ranks", "2", *steps, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -118,7 +119,7 @@ def test_reward_rises_with_pushes(folder: Path, printed: str) -> None:
     steps = steps_of(folder / "grpo.jsonl")
     assert len(steps) == STEPS
     assert steps[0].reward < 0.4
-    assert final_reward(steps) > 0.8
+    assert final_reward(steps) > 0.6
     # Every sample says who wrote it: the weights that it then trains.
     assert [step.versions for step in steps] == [{step} for step in range(STEPS)]
     assert (folder / "grpo.png").stat().st_size > 10_000
