@@ -18,10 +18,11 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 Batch = dict[str, torch.Tensor]
@@ -40,6 +41,29 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
 
 
+def needs_data(config: Any, vp_stage: int | None) -> bool:
+    """Whether this rank's model chunk reads tokens or labels: the first, the last, and those with MTP layers.
+
+    Args:
+        config: the model's ``TransformerConfig``.
+        vp_stage: the chunk, under an interleaved pipeline schedule.
+    """
+    return is_first_or_last_pipeline_stage(vp_stage) or mtp_on_this_rank(
+        config.pipeline_model_parallel_layout, config.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
+    )
+
+
+def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that share the word embeddings: the first, the last if tied, and those with MTP layers.
+
+    Megatron's default, the first and the last, would tie the output layer to the embeddings of an untied model with
+    MTP layers, and leave out a stage of MTP layers in between.
+    """
+    args = get_args()
+    tied = [] if args.untie_embeddings_and_output_weights else pp_ranks[-1:]
+    return sorted({pp_ranks[0], *tied, *get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args))})
+
+
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Batch]]]:
@@ -48,7 +72,7 @@ def forward_step(
     With ``--overlap-moe-expert-parallel-comm`` the schedule asks for a plan instead, which it runs itself.
     """
     run = model.build_schedule_plan if return_schedule_plan else model
-    if not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
+    if not needs_data(get_attr_wrapped_model(model, "config"), get_attr_wrapped_model(model, "vp_stage")):
         # The model takes its input from the previous stage and reads neither tokens nor labels.
         return run(None, None, None), partial(loss_function, torch.empty(0))
     if data_iterator is None:
@@ -86,7 +110,7 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> list[
     builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if args.mock_data else GPTDataset,
         num_samples,
-        partial(is_first_or_last_pipeline_stage, vp_stage),
+        partial(needs_data, core_transformer_config_from_args(args), vp_stage),
         config,
     )
     return list(builder.build())
@@ -101,7 +125,7 @@ def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     ours = not torch.distributed.is_initialized()
-    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step, get_embedding_ranks=embedding_ranks)
     if ours:
         # Threads of a process group that still exists may abort the process when the interpreter exits.
         torch.distributed.destroy_process_group()

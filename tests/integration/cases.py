@@ -258,6 +258,14 @@ CASES = (
         "--etp-size 2",
         common="--pipeline-model-parallel-size 2 --overlap-grad-reduce --mtp-num-layers 1 --decoupled-lr 2e-3",
     ),
+    # The MTP layer has a stage of its own, with a copy of the first stage's embedding.
+    Case(
+        "pp3_etp2_mtp_stage",
+        6,
+        "--etp-size 2",
+        common="--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|m|L --mtp-num-layers 1",
+        variant=True,
+    ),
     # The MTP layer shares the embedding and the output layer with the model, so each is visited twice in a pass.
     Case("etp2_mtp", 2, "--etp-size 2", common="--mtp-num-layers 1"),
     Case(
