@@ -31,6 +31,7 @@ from benchmarks.command_line import (
     require_gpus,
     require_matplotlib,
     require_torchrun,
+    writable_file,
 )
 from benchmarks.train_report import load, plot, rows, table
 from benchmarks.train_shapes import PRECISIONS, SHAPES, SYSTEMS, resized
@@ -73,12 +74,14 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=positive_seconds, default=math.inf, help="leave out rounds and traces to end by then"
     )
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=writable_file, help="write the results here")
     parser.add_argument("--traces", type=Path, help="folder to keep rank 0's profiler traces in")
-    parser.add_argument("--profile", type=Path, help="write here what a step of each system costs, call by call")
+    parser.add_argument(
+        "--profile", type=writable_file, help="write here what a step of each system costs, call by call"
+    )
     parser.add_argument("--merge", type=existing_file, nargs="+", help="make table and plot of these results, and end")
-    parser.add_argument("--table", type=Path, help="write the table here too")
-    parser.add_argument("--plot", type=Path, help="draw a plot; the suffix says the format")
+    parser.add_argument("--table", type=writable_file, help="write the table here too")
+    parser.add_argument("--plot", type=writable_file, help="draw a plot; the suffix says the format")
     parser.add_argument("--title", default="", help="of the plot")
     options = parser.parse_args(arguments)
     require_matplotlib(parser.error, options.plot)

@@ -66,6 +66,32 @@ def test_mistakes_are_told_first(
     assert (stopped.value.code, said.out) == (2, "")
 
 
+@pytest.mark.parametrize(
+    "benchmark",
+    [
+        "long_run",
+        "refit",
+        "refit_delta",
+        "refit_meshes",
+        "refit_plan",
+        "refit_vllm",
+        "train_step",
+        "traffic",
+        "traffic_cost",
+    ],
+)
+@pytest.mark.parametrize("file", ["/", "/nonexistent/found.json"])
+def test_a_report_that_cannot_be_written_is_told_first(
+    benchmark: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"benchmarks.{benchmark}").main(["--json", file])
+    assert stopped.value.code == 2
+    assert (
+        f"argument --json: {file} cannot be written: name a file in a folder that is there" in capsys.readouterr().err
+    )
+
+
 @NO_GPU
 def test_a_server_is_not_started_where_it_has_no_gpu(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="this measures GPUs, and there is none"):
