@@ -262,7 +262,7 @@ def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out:
 def _wave_table(found: SimulatedFanOut) -> Table:
     title = (
         f"waves to {found.replicas} of such engines; the trainer serves {found.copies:.3g} at a time, one in "
-        f"{found.unit_seconds:.3g} s at best"
+        f"{found.unit_seconds:.3g} s with all bytes between hosts"
     )
     rows, done = [], 0
     for number, wave in enumerate(found.waves[:_ROWS], 1):

@@ -199,6 +199,14 @@ def test_a_sample_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "planned for 1 of 4 engines, and multiplied (sampled)" in capsys.readouterr().out
 
 
+def test_seconds_of_a_wave_are_of_bytes_between_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where engines share the trainer's hosts, within which bytes may travel faster."""
+    assert main([*arguments(tmp_path), "--colocated"]) == 0
+    seconds = json.loads((tmp_path / "found.json").read_text())["fan_out"]["unit_seconds"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"one in {seconds:.3g} s with all bytes between hosts" in told
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "missed"),
     [
