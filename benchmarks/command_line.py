@@ -18,6 +18,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """An argument type: an integer from 0 on."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
 def positive_seconds(text: str) -> float:
     """An argument type: a number above 0."""
     value = float(text)

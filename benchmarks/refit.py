@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import checked, positive, positive_seconds, require_gpus
+from benchmarks.command_line import checked, positive, positive_seconds, require_gpus, writable_file
 from benchmarks.refit_ranks import Outcome, Task, run_rank
 from benchmarks.spawned import run_ranks
 from megatron_patches.refit.layout.weight_format import WeightFormat
@@ -148,7 +148,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=positive_seconds, default=1800.0, help="seconds that all ways together may take"
     )
-    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--json", type=writable_file, help="write all numbers here")
     options = parser.parse_args(arguments)
     if options.device == "cuda":
         require_gpus(parser.error, sum(make_task(options).sizes))

@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.command_line import positive, positive_seconds, require_gpus
+from benchmarks.command_line import positive, positive_seconds, require_gpus, writable_file
 from megatron_patches.refit.layout.boxes import TensorSpec, View
 from megatron_patches.refit.layout.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory.delta import Base, PayloadKind, Snapshot
@@ -247,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--gigabytes-per-second", type=positive_seconds, help="speed of the link; by default what it gives"
     )
     parser.add_argument("--repeats", type=positive, default=5, help="at least 2 on a GPU: the first compiles kernels")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=writable_file)
     options = parser.parse_args(arguments)
     rate = None if options.gigabytes_per_second is None else 1e9 * options.gigabytes_per_second
     if options.device == "cuda":

@@ -35,7 +35,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command_line import checked, positive_seconds, require_gpus
+from benchmarks.command_line import checked, positive_seconds, require_gpus, writable_file
 from benchmarks.refit import MODELS
 from benchmarks.refit_vllm import add_weight_format, write_model
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank
@@ -150,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=positive_seconds, default=120.0, help="seconds that one step may take")
     parser.add_argument("--limit", type=positive_seconds, default=600.0, help="seconds of one trainer")
     parser.add_argument(
-        "--json", type=Path, help="write all figures here; comparisons that it has are kept, and not made again"
+        "--json",
+        type=writable_file,
+        help="write all figures here; comparisons that it has are kept, and not made again",
     )
     return parser
 

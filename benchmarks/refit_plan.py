@@ -1,6 +1,6 @@
 """Time and memory of planning a refit between large clusters, from a configuration alone, on one core.
 
-    python benchmarks/refit_plan.py [--model qwen3-235b|deepseek-v3] [--what destination|source|registry|whole|take]
+    python -m benchmarks.refit_plan [--model qwen3-235b|deepseek-v3] [--what destination|source|registry|whole|take]
         [--json FILE]
 
 Each measurement runs in a process of its own. ``destination`` and ``source`` are what one rank computes in a live
@@ -20,13 +20,14 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from msgspec.msgpack import decode, encode
 
+from benchmarks.command_line import writable_file
 from megatron_patches.refit.control.messages import Held, Orders, Step
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.models.config_traits import family_from_config
@@ -242,20 +243,22 @@ def _take(sides: Sides, clock: CpuClock) -> Plan:
 
 def in_own_process(model: str, what: str) -> Measurement:
     """Measures in a fresh process of one thread."""
-    command = [sys.executable, __file__, "--model", model, "--what", what, "--here"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=1800)  # noqa: S603
+    command = [sys.executable, "-m", "benchmarks.refit_plan", "--model", model, "--what", what, "--here"]
+    environment, root = {**os.environ, "OMP_NUM_THREADS": "1"}, Path(__file__).parents[1]
+    done = subprocess.run(  # noqa: S603 - built above
+        command, cwd=root, env=environment, check=True, capture_output=True, text=True, timeout=1800
+    )
     return Measurement(**json.loads(done.stdout))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one line a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SETTINGS))
     parser.add_argument("--what", choices=WHAT)
-    parser.add_argument("--json", type=Path, help="write the measurements here")
+    parser.add_argument("--json", type=writable_file, help="write the measurements here")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.here:
         print(json.dumps(asdict(measure(options.model, options.what))))
         return

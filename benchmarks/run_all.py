@@ -149,9 +149,8 @@ def run_job(job: Job, out: Path, deadline: float, start: Runner, *, wanted_by: f
         start: runs one process.
         wanted_by: when the job should be through, in the same clock.
     """
-    for former in out.glob(f"{job.name}*.json"):
-        if _is_of(job.name, former):
-            former.unlink()
+    for former in _reports(job, out):
+        former.unlink()
     attempt, left = 1, job.systems
     while left:
         path = out / (f"{job.name}.json" if attempt == 1 else f"{job.name}-{attempt}.json")
@@ -302,12 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     every = jobs(options.jobs.split(","), options.precisions.split(","))
     chosen = possible(every, options.gpus, options.systems.split(","))
     run_jobs(chosen, options.out, begun + options.seconds, torchrun(options.gpus, profile=options.profile))
-    summarise(options.out)
+    summarise(options.out, chosen)
 
 
-def summarise(out: Path) -> None:
-    """Write ``table.md`` of all reports in a folder, and plots of dense models and of experts; print the table."""
-    reports = load(sorted(out.glob("*.json"), key=_importance))
+def summarise(out: Path, chosen: Sequence[Job]) -> None:
+    """Write ``table.md`` of the jobs' reports, and plots of dense models and of experts; print the table."""
+    reports = load([path for job in chosen for path in _reports(job, out)])
     text = table(reports)
     (out / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
@@ -322,15 +321,10 @@ def summarise(out: Path) -> None:
             print(f"no {name}: {error}")
 
 
-def _is_of(name: str, path: Path) -> bool:
-    """Whether a report is one of the attempts at a job."""
-    return re.fullmatch(rf"{name}(-\d+)?", path.stem) is not None
-
-
-def _importance(path: Path) -> tuple[int, str]:
-    names = [job.name for job in jobs(_KINDS, tuple(PRECISIONS))]
-    known = [index for index, name in enumerate(names) if _is_of(name, path)]
-    return (known[0] if known else len(names), path.stem)
+def _reports(job: Job, out: Path) -> list[Path]:
+    """The reports of all attempts at a job."""
+    found = (path for path in out.glob("*.json") if re.fullmatch(rf"{job.name}(-\d+)?", path.stem))
+    return sorted(found, key=lambda path: path.stem)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,6 @@ class TraceTimes:
     exposed: float
     idle: float
 
-    @property
-    def exposed_and_idle(self) -> float:
-        """While no compute kernel ran."""
-        return self.exposed + self.idle
-
 
 def trace_times(events: Iterable[Mapping[str, Any]], steps: int) -> TraceTimes:
     """Times of one rank's GPU, averaged over the traced steps.

@@ -2,9 +2,9 @@
 
 ::
 
-    python benchmarks/traffic.py                                   # starts 2 ranks on this machine
-    python benchmarks/traffic.py --ranks 4 --layers 8 --json traffic.json
-    torchrun --nproc-per-node 4 benchmarks/traffic.py              # or as any distributed program
+    python -m benchmarks.traffic                                   # starts 2 ranks on this machine
+    python -m benchmarks.traffic --ranks 4 --layers 8 --json traffic.json
+    torchrun --nproc-per-node 4 -m benchmarks.traffic              # or as any distributed program
 
 The figures are counted by the engine (``EtpRuntime.counters``), not timed, so they hold on any hardware: bytes are
 what one rank receives for its gathers and sends for its reductions.
@@ -33,6 +33,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import etp
+from benchmarks.command_line import writable_file
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ffn", type=int, default=192)
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--json", type=writable_file, help="also write all figures to this file")
     parser.add_argument("--width", type=int, help="columns of the tables; the terminal's if not given")
     arguments = parser.parse_args(argv)
     for name in ("ranks", "layers", "hidden", "ffn", "vocabulary", "microbatches"):

@@ -22,13 +22,12 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.command_line import positive, require_gpus, require_torchrun
+from benchmarks.command_line import positive, require_gpus, require_torchrun, writable_file
 from benchmarks.train_measure import Stepper, initialize
 from benchmarks.train_shapes import SHAPES
 from benchmarks.train_systems import BuildOptions, build
@@ -198,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b-8l")
     parser.add_argument("--microbatches", type=positive, default=4)
     parser.add_argument("--rounds", type=positive, default=4)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=writable_file, help="write the results here")
     options = parser.parse_args(arguments)
     require_gpus(parser.error)
     require_torchrun(parser.error, "benchmarks.traffic_cost")

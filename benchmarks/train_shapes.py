@@ -226,7 +226,7 @@ def held(
 
 
 def closed_form(
-    shape: Shape, system: str, ranks: int, *, prefetch_depth: int = 1, grad_bytes: int = 2, precision: str = "bf16"
+    shape: Shape, system: str, ranks: int, *, prefetch_depth: int = 1, precision: str = "bf16"
 ) -> dict[str, int]:
     """Bytes that a rank must hold between two steps, by purpose; docs/performance.md has the formulas.
 
@@ -234,11 +234,10 @@ def closed_form(
     gradients alone: what they hold besides is their own choice, and shows as a ratio above 1.
 
     Args:
-        shape: the model; weights are bf16.
+        shape: the model; weights and gradients are bf16.
         system: a name of :data:`SYSTEMS`.
         ranks: of the shard group.
         prefetch_depth: of ETP.
-        grad_bytes: of one gradient element: 2 for bf16, 4 for fp32.
         precision: one of :data:`PRECISIONS`. In FP8 the linear layers' slots have a byte for each element, and there is
             a quantized copy of each shard; without sharding, Transformer Engine keeps two copies of each weight.
     """
@@ -249,7 +248,7 @@ def closed_form(
     ends = (1, shape.vocabulary, shape.hidden)
     found = held(shape.weights(), local, ends, Cut(over, over, transport, prefetch_depth, precision))
     elements = found.dense + found.experts + shape.replicated() // (ranks if "fsdp" in system else 1)
-    sizes = {"weights": elements * WEIGHT_BYTES, "gradients": elements * grad_bytes}
+    sizes = {"weights": elements * WEIGHT_BYTES, "gradients": elements * WEIGHT_BYTES}
     if transport:
         sizes["gather slots"] = found.slots
     if transport == "copy_engine":

@@ -19,18 +19,21 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.command_line import (
     existing_file,
+    not_negative,
     positive,
     positive_seconds,
     require_gpus,
     require_matplotlib,
     require_torchrun,
+    writable_file,
 )
-from benchmarks.train_report import load, plot, table
+from benchmarks.train_report import load, plot, rows, table
 from benchmarks.train_shapes import PRECISIONS, SHAPES, SYSTEMS, resized
 
 _EAGER = "none,etp_copy_engine,etp_c10d"
@@ -46,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(text)
     if options.table is not None:
         options.table.write_text(text + "\n")
+    if not rows(reports):
+        sys.exit("no system was measured; the table says why")
     if options.plot is not None:
         plot(reports, options.plot, options.title)
 
@@ -59,20 +64,24 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=positive, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=5, help="steps in a row that one measurement averages")
-    parser.add_argument("--longest", type=float, default=1.0, help="fewer steps, if they took more seconds than this")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps before each measurement")
+    parser.add_argument(
+        "--longest", type=positive_seconds, default=1.0, help="fewer steps, if they took more seconds than this"
+    )
+    parser.add_argument("--warm-up", type=not_negative, default=1, help="steps before each measurement")
     parser.add_argument("--seed", type=int, default=0, help="of the order of measurements")
-    parser.add_argument("--prefetch-depth", type=int, default=1)
+    parser.add_argument("--prefetch-depth", type=not_negative, default=1)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the linear layers' GEMMs")
     parser.add_argument(
         "--seconds", type=positive_seconds, default=math.inf, help="leave out rounds and traces to end by then"
     )
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=writable_file, help="write the results here")
     parser.add_argument("--traces", type=Path, help="folder to keep rank 0's profiler traces in")
-    parser.add_argument("--profile", type=Path, help="write here what a step of each system costs, call by call")
+    parser.add_argument(
+        "--profile", type=writable_file, help="write here what a step of each system costs, call by call"
+    )
     parser.add_argument("--merge", type=existing_file, nargs="+", help="make table and plot of these results, and end")
-    parser.add_argument("--table", type=Path, help="write the table here too")
-    parser.add_argument("--plot", type=Path, help="draw a plot; the suffix says the format")
+    parser.add_argument("--table", type=writable_file, help="write the table here too")
+    parser.add_argument("--plot", type=writable_file, help="draw a plot; the suffix says the format")
     parser.add_argument("--title", default="", help="of the plot")
     options = parser.parse_args(arguments)
     require_matplotlib(parser.error, options.plot)

@@ -276,7 +276,8 @@ def _refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
     for refusal in refusals:
         if refusal.applies(args):
             flag = "--etp-size" if args.etp_size > 1 else "--expert-etp-size"
-            raise UnsupportedConfigurationError(f"{flag} does not work with {refusal.culprit}; {refusal.way_out}")
+            culprit = refusal.culprit.format(**vars(args))
+            raise UnsupportedConfigurationError(f"{flag} does not work with {culprit}; {refusal.way_out}")
 
 
 def _has_one_replica(args: argparse.Namespace) -> bool:

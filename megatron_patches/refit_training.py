@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=RefitOptions().timeout_s,
         metavar="SECONDS",
-        help="end a push with an error if a trainer rank or an engine worker lags this far behind the first one to "
-        "finish a step; %(default)s by default",
+        help="how long a push waits for other trainer ranks and engine workers after the first one has finished a "
+        "step; an engine that takes longer has failed, see --refit-on-failure; %(default)s by default",
     )
     group.add_argument(
         "--refit-on-failure",

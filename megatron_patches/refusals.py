@@ -42,7 +42,13 @@ def has_muon() -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that Extended Tensor Parallelism does not support, and the alternative."""
+    """A setting that Extended Tensor Parallelism does not support, and the alternative.
+
+    Attributes:
+        culprit: what to call it, with the names of arguments in braces in place of their values.
+        applies: whether it is set.
+        way_out: what to do instead, and why.
+    """
 
     culprit: str
     applies: Callable[[argparse.Namespace], bool]
@@ -121,7 +127,7 @@ def _captures_any_number_of_tokens(args: argparse.Namespace) -> bool:
 
 REFUSALS = (
     Refusal(
-        "--vocab-size below 1",
+        "--vocab-size {vocab_size}",
         lambda args: (size := getattr(args, "vocab_size", None)) is not None and size < 1,
         "give the number of entries of the vocabulary, or leave it to the tokenizer",
     ),
@@ -247,7 +253,7 @@ REFUSALS = (
         "choose one: both shard the same weights over the data-parallel ranks",
     ),
     Refusal(
-        "--ckpt-format other than torch_dist",
+        "--ckpt-format {ckpt_format}",
         lambda args: args.ckpt_format != "torch_dist",
         "use --ckpt-format torch_dist, which records where each shard lies",
     ),
@@ -278,19 +284,20 @@ REFUSALS = (
         "drop it: megatron-core has it only for --ckpt-format torch, which does not record where each shard lies",
     ),
     Refusal(
-        "--num-distributed-optimizer-instances above 1",
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances}",
         lambda args: getattr(args, "num_distributed_optimizer_instances", 1) > 1,
         "drop it: Megatron shards the optimizer's state over all replicas of a shard",
     ),
     Refusal(
-        "--use-tp-pp-dp-mapping where dense weights and experts have different numbers of replicas",
+        "--use-tp-pp-dp-mapping and --pipeline-model-parallel-size {pipeline_model_parallel_size}",
         lambda args: (
             bool(_get(args, "use_tp_pp_dp_mapping"))
             and args.pipeline_model_parallel_size > 1
             and args.world_size // (dense_size(args) * args.etp_size)
             != args.world_size // (expert_size(args) * args.expert_etp_size)
         ),
-        "drop it: ranks of a pipeline would not be the same for both",
+        "drop --use-tp-pp-dp-mapping: with it, Megatron needs as many replicas of experts as of dense weights, even in "
+        "a model without experts",
     ),
     Refusal(
         "--hybrid-context-parallel",
@@ -325,9 +332,9 @@ REFUSALS = (
         "and the next iteration would wait for its collectives",
     ),
     Refusal(
-        "--fp8-recipe other than blockwise, tensorwise and mxfp8",
+        "--fp8-recipe {fp8_recipe}",
         lambda args: _fp8_recipe(args) not in ("", *FP8_RECIPES),
-        "use --fp8-recipe blockwise or tensorwise: weights are gathered in FP8 with these",
+        "use --fp8-recipe blockwise, tensorwise or mxfp8: weights are gathered in FP8 with these",
     ),
     Refusal(
         "--fp8-recipe mxfp8 on a GPU before Blackwell",
@@ -360,7 +367,7 @@ REFUSALS = (
         "use --fp8-format e4m3 --fp8-recipe blockwise: NVFP4 needs compute capability 10.0",
     ),
     Refusal(
-        "--fp4-recipe other than nvfp4",
+        "--fp4-recipe {fp4_recipe}",
         lambda args: bool(_get(args, "fp4")) and _get(args, "fp4_recipe") != "nvfp4",
         "use --fp4-recipe nvfp4: weights are gathered in FP4 with it",
     ),
@@ -401,9 +408,9 @@ REFUSALS = (
         "use --save-interval: it would write one rank's shards under the names of the whole weights",
     ),
     Refusal(
-        "--optimizer other than adam, lion, sgd or muon",
+        "--optimizer {optimizer}",
         lambda args: args.optimizer not in ("adam", "lion", "sgd", "muon"),
-        "use --optimizer muon, lion or adam: the others would take each shard for a whole matrix",
+        "use --optimizer adam, lion, sgd or muon: the others would take each shard for a whole matrix",
     ),
     Refusal(
         "--optimizer muon or lion and --use-distributed-optimizer",

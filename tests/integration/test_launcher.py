@@ -216,7 +216,7 @@ def test_the_error_of_a_script_is_the_last_thing_that_torchrun_says(
         (("--etp-sise", "2"), "unrecognized arguments: --etp-sise 2; did you mean --etp-size?"),
         (
             ("--etp-size", "2", "--vocab-size", "0"),
-            "--etp-size does not work with --vocab-size below 1; give",
+            "--etp-size does not work with --vocab-size 0; give",
         ),
         (
             ("--etp-size", "2", "--load", "/none"),

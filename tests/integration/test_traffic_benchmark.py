@@ -1,4 +1,4 @@
-"""benchmarks/traffic.py runs as its docstring says, and its figures are those that the engine's rules predict."""
+"""The benchmark of traffic runs as its docstring says, and its figures are those that the engine's rules predict."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def test_the_benchmark_counts_what_the_rules_say(tmp_path: Path) -> None:
     sizes = {"layers": LAYERS, "hidden": HIDDEN, "ffn": FFN, "vocabulary": VOCABULARY, "microbatches": MICROBATCHES}
     flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), *flags, "--json", str(output)],
+        [sys.executable, "-m", "benchmarks.traffic", *flags, "--json", str(output)],
         env=os.environ | {"COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

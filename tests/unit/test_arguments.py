@@ -289,8 +289,8 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"moe_use_upcycling": True}, "--moe-use-upcycling"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"ckpt_format": "torch"}, "--ckpt-format other than torch_dist"),
-        ({"ckpt_format": "fsdp_dtensor"}, "--ckpt-format other than torch_dist"),
+        ({"ckpt_format": "torch"}, "--ckpt-format torch"),
+        ({"ckpt_format": "fsdp_dtensor"}, "--ckpt-format fsdp_dtensor"),
         ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format torch"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local"),
         (
@@ -299,10 +299,10 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ),
         ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
         ({"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
-        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances above 1"),
+        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances 2"),
         (
             {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2},
-            "--use-tp-pp-dp-mapping where dense weights and experts have different numbers of replicas",
+            "--use-tp-pp-dp-mapping and --pipeline-model-parallel-size 2",
         ),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
         ({"perform_rl_step": True}, "--perform-rl-step"),
@@ -310,8 +310,8 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"init_model_with_meta_device": True}, "--init-model-with-meta-device"),
         ({"use_cpu_initialization": True}, "--use-cpu-initialization with --transformer-impl transformer_engine"),
         ({"inprocess_restart": True}, "--inprocess-restart"),
-        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe other than blockwise, tensorwise and mxfp8"),
-        ({"fp8": "e4m3", "fp8_recipe": "custom"}, "--fp8-recipe other than blockwise, tensorwise and mxfp8"),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
+        ({"fp8": "e4m3", "fp8_recipe": "custom"}, "--fp8-recipe custom"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}, "--fp8-output-proj"),
         (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
@@ -322,7 +322,7 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
             {"fp8": "e4m3", "fp8_recipe": "blockwise", "transformer_impl": "local"},
             "--fp8-format without Transformer Engine",
         ),
-        ({"fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe other than nvfp4"),
+        ({"fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe custom"),
         ({"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}, "--fp4-param-gather"),
         (
             {"fp4": "e2m1", "fp4_recipe": "nvfp4", "transformer_impl": "local"},
@@ -334,7 +334,7 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"save_wgrads_interval": 4}, "--save-wgrads-interval"),
         ({"save_params_interval": 4}, "--save-params-interval"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
-        ({"optimizer": "soap"}, "--optimizer other than adam, lion, sgd or muon"),
+        ({"optimizer": "soap"}, "--optimizer soap"),
         (
             {"optimizer": "muon", "use_distributed_optimizer": True},
             "--optimizer muon or lion and --use-distributed-optimizer",
@@ -346,9 +346,10 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
     ],
 )
 def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], culprit: str) -> None:
+    args = applied("--etp-size", "2", **settings)
     with pytest.raises(UnsupportedConfigurationError) as error:
-        check(applied("--etp-size", "2", **settings))
-    way_out = next(refusal.way_out for refusal in REFUSALS if refusal.culprit == culprit)
+        check(args)
+    way_out = next(refusal.way_out for refusal in REFUSALS if refusal.applies(args))
     assert str(error.value) == f"--etp-size does not work with {culprit}; {way_out}"
     check(applied(**settings))  # without shards nothing is refused
 
@@ -547,7 +548,7 @@ def test_a_checkpoint_is_looked_for_where_megatron_looks(tmp_path: Path) -> None
 
 
 def test_a_vocabulary_without_entries() -> None:
-    with pytest.raises(UnsupportedConfigurationError, match="does not work with --vocab-size below 1; give the number"):
+    with pytest.raises(UnsupportedConfigurationError, match="does not work with --vocab-size 0; give the number"):
         check(applied("--etp-size", "2", vocab_size=0))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.unit.test_benchmark_report import report
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 ON_CPU = ("--model", "tiny", "--device", "cpu")
@@ -18,6 +21,9 @@ ON_CPU = ("--model", "tiny", "--device", "cpu")
         ("train_step", ["--systems", "none,pigeon"], "--systems pigeon: there is no such system"),
         ("train_step", ["--systems", "none,upstream_gtp,etp_c10d"], "needs an unpatched Megatron"),
         ("train_step", ["--rounds", "0"], "--rounds: 0 is not above 0"),
+        ("train_step", ["--warm-up", "-1"], "--warm-up: -1 is below 0"),
+        ("train_step", ["--prefetch-depth", "-1"], "--prefetch-depth: -1 is below 0"),
+        ("train_step", ["--longest", "nan"], "--longest: nan is not above 0"),
         ("train_step", ["--merge", "/nonexistent.json"], "/nonexistent.json is not a file"),
         ("train_step", ["--shape", "small", "--experts", "4"], "small has no experts"),
         ("run_all", ["--jobs", "ours,pigeon"], "--jobs pigeon: there is no such job"),
@@ -46,6 +52,7 @@ ON_CPU = ("--model", "tiny", "--device", "cpu")
         ("signals", ["--trips", "0"], "--trips: 0 is not above 0"),
         pytest.param("signals", [], "this measures GPUs, and there is none", marks=NO_GPU),
         pytest.param("overlap", [], "this measures GPUs, and there is none", marks=NO_GPU),
+        pytest.param("refit_parts", [], "this measures GPUs, and there is none", marks=NO_GPU),
         pytest.param("refit", [], "this measures GPUs, and there is none", marks=NO_GPU),
     ],
 )
@@ -57,6 +64,32 @@ def test_mistakes_are_told_first(
     said = capsys.readouterr()
     assert message in said.err
     assert (stopped.value.code, said.out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "benchmark",
+    [
+        "long_run",
+        "refit",
+        "refit_delta",
+        "refit_meshes",
+        "refit_plan",
+        "refit_vllm",
+        "train_step",
+        "traffic",
+        "traffic_cost",
+    ],
+)
+@pytest.mark.parametrize("file", ["/", "/nonexistent/found.json"])
+def test_a_report_that_cannot_be_written_is_told_first(
+    benchmark: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"benchmarks.{benchmark}").main(["--json", file])
+    assert stopped.value.code == 2
+    assert (
+        f"argument --json: {file} cannot be written: name a file in a folder that is there" in capsys.readouterr().err
+    )
 
 
 @NO_GPU
@@ -75,3 +108,22 @@ def test_training_benchmarks_ask_for_torchrun(
         with pytest.raises(SystemExit):
             importlib.import_module(f"benchmarks.{benchmark}").main([])
         assert f"torchrun --nproc-per-node 4 -m benchmarks.{benchmark}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["copies", "runs", "pitched"])
+def test_parts_between_gpus_need_two(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("benchmarks.refit_parts").main(["--only", part])
+    assert stopped.value.code == 2
+    assert "this needs 2 GPUs, and there are 1" in capsys.readouterr().err
+
+
+def test_a_training_benchmark_that_measured_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = report(failures={"none": "rank 0, building: out of memory"})
+    (tmp_path / "failed.json").write_text(json.dumps(failed))
+    with pytest.raises(SystemExit, match="no system was measured; the table says why"):
+        importlib.import_module("benchmarks.train_step").main(["--merge", str(tmp_path / "failed.json")])
+    assert "out of memory" in capsys.readouterr().out

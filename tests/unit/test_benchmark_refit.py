@@ -11,11 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import refit_vllm_adapters
 from benchmarks.refit import main
-from benchmarks.refit_parts import main as main_parts
 from benchmarks.refit_ranks import Outcome
 from benchmarks.refit_report import main as report
 from benchmarks.refit_vllm import main as main_vllm
@@ -95,12 +93,6 @@ def test_a_way_that_failed_is_below_the_table(tmp_path: Path, capsys: pytest.Cap
 def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main_vllm(arguments)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_parts_are_measured_on_gpus_alone() -> None:
-    with pytest.raises(SystemExit, match="this measures GPUs, and there is none"):
-        main_parts([])
 
 
 class _Served:

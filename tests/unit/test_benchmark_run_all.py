@@ -248,7 +248,7 @@ def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_summary_is_made_of_whatever_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _run(tmp_path, time.monotonic(), Processes())
-    summarise(tmp_path)
+    summarise(tmp_path, [JOB])
     assert "not run: the time was up" in (tmp_path / "table.md").read_text()
     assert "no plot: these reports have no results" in capsys.readouterr().out
 
@@ -257,10 +257,18 @@ def test_a_summary_shows_precisions_beside_each_other(tmp_path: Path) -> None:
     for name, ms, options in (("theirs", 99.0, {}), ("ours-fp8_block", 80.0, {"precision": "fp8_block"})):
         (tmp_path / f"{name}.json").write_text(json.dumps(report(result("none", 1, ms), options=options)))
     (tmp_path / "ours.json").write_text(json.dumps(report(result("none", 1, 100.0))))
-    summarise(tmp_path)
+    summarise(tmp_path, jobs(["ours", "theirs"], ["bf16", "fp8_block"]))
     lines = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| no comm")]
     assert [line.split(" | ")[4] for line in lines] == ["100.0", "80.0", "99.0"]
     assert [line.split(" | ")[-1] for line in lines] == [" |", "0.800 |", " |"]
+
+
+def test_a_summary_leaves_out_reports_of_other_jobs(tmp_path: Path) -> None:
+    for name, ms in (("ours", 100.0), ("ours-2", 101.0), ("ours-fp8_block", 80.0), ("theirs", 99.0), ("more", 98.0)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report(result("none", 1, ms))))
+    summarise(tmp_path, [JOB])
+    lines = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| no comm")]
+    assert [line.split(" | ")[4] for line in lines] == ["100.0", "101.0"]
 
 
 def test_a_mixture_of_experts_has_a_plot_of_its_own(tmp_path: Path) -> None:
@@ -268,7 +276,7 @@ def test_a_mixture_of_experts_has_a_plot_of_its_own(tmp_path: Path) -> None:
     moe = report(result("none", 1, 250.0), result("ep", 1, 217.0), shape="qwen3-30b-a3b-6l")
     for name, written in (("ours", dense), ("moe-ours", moe)):
         (tmp_path / f"{name}.json").write_text(json.dumps(written))
-    summarise(tmp_path)
+    summarise(tmp_path, jobs(["ours", "moe"]))
     dense_drawn, moe_drawn = ((tmp_path / f"{name}.svg").read_text() for name in ("plot", "plot-moe"))
     assert "<!-- Mixture of experts -->" in moe_drawn
     assert "qwen3" in moe_drawn

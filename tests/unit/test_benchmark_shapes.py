@@ -27,10 +27,10 @@ def test_bytes_are_counted_by_hand() -> None:
     assert TINY.expert_weights() == []
     padded = 2 * 32 * 8 + 2 * (3 * 32 * 8 + 32 * 12)
     norms = 5 * 8
-    found = closed_form(TINY, "etp_copy_engine", 2, prefetch_depth=1, grad_bytes=4)
+    found = closed_form(TINY, "etp_copy_engine", 2, prefetch_depth=1)
     assert found == {
         "weights": 2 * (padded // 2 + norms),
-        "gradients": 4 * (padded // 2 + norms),
+        "gradients": 2 * (padded // 2 + norms),
         # Two slots for each of the shapes that two weights share; 20 x 8 is that of embedding and output.
         "gather slots": 2 * 2 * (4 * 32 * 8 + 32 * 12),
         "receive ring": 2 * 2 * 32 * 12 // 2,

@@ -36,7 +36,7 @@ def test_communication_alone_is_told_from_communication_beside_compute() -> None
         {"ph": "f", "cat": "ac2g", "ts": 0},
     ]
     assert trace_times(trace, steps=1) == TraceTimes(span=30, compute=21, communication=15, exposed=7, idle=2)
-    assert trace_times(trace, steps=2).exposed_and_idle == 4.5
+    assert trace_times(trace, steps=2) == TraceTimes(15, 10.5, 7.5, 3.5, 1)
 
 
 def test_overlapping_communication_counts_once() -> None:

@@ -208,16 +208,30 @@ def _sizes(text: str, known: Sequence[str]) -> dict[str, int]:
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> tuple[Cluster, int, int]:
-    """Chooses as many layers as fit, and the tensors outside layers.
+@dataclass(frozen=True)
+class Sample:
+    """Some layers of a model.
+
+    Attributes:
+        cluster: both sides with only these layers.
+        layers: number of these layers.
+        of_layers: number of all layers.
+        left_out: every kind of layer of which there is none, and every tensor outside layers that is not there.
+    """
+
+    cluster: Cluster
+    layers: int
+    of_layers: int
+    left_out: tuple[str, ...]
+
+
+def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
+    """Chooses one layer of every kind, the tensors outside layers, and then other layers, each if it still fits.
 
     Args:
         cluster: both sides.
         most_bytes: memory that :func:`megatron_patches.refit.simulation.oracle.verify_in_memory` may use.
         seed: seed of the random choice.
-
-    Returns:
-        Both sides with only these layers; the number of these layers, and of all layers.
 
     Raises:
         RefitError: if not one layer fits.
@@ -226,9 +240,15 @@ def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> tuple[Cluster
     for spec in cluster.tensors:
         groups[_group(spec.name)].append(spec.name)
     layers = [group for group in groups if group.isdecimal()]
+    outside = [group for group in groups if not group.isdecimal()]
+    kinds = _kinds(cluster, groups, layers)
     needed = _memory_by_group(cluster)
+    chooser = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    firsts = [chooser.choice(alike) for alike in kinds]
+    others = [layer for layer in layers if layer not in firsts]
+    chooser.shuffle(others)
     left, chosen = most_bytes, set[str]()
-    for group in _in_order(cluster, groups, layers, seed):
+    for group in (*firsts, *outside, *others):
         if needed[group] <= left:
             chosen.add(group)
             left -= needed[group]
@@ -240,7 +260,13 @@ def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> tuple[Cluster
             f"{most_bytes / 1e6:.3g} MB; allow more, or use the command plan"
         )
     names = {name for group in chosen for name in groups[group]}
-    return _only(cluster, names), count, len(layers)
+    left_out = [
+        f"layer {alike[0]}{f' and {len(alike) - 1} like it' if len(alike) > 1 else ''}"
+        for alike in kinds
+        if chosen.isdisjoint(alike)
+    ]
+    left_out += [name for name in outside if name not in chosen]
+    return Sample(_only(cluster, names), count, len(layers), tuple(left_out))
 
 
 def _group(name: str) -> str:
@@ -249,17 +275,13 @@ def _group(name: str) -> str:
     return found[0] if found else name
 
 
-def _in_order(cluster: Cluster, groups: dict[str, list[str]], layers: Sequence[str], seed: int) -> list[str]:
-    """One layer of each kind, what is outside of layers, and then the other layers in random order."""
+def _kinds(cluster: Cluster, groups: Mapping[str, Sequence[str]], layers: Sequence[str]) -> list[list[str]]:
+    """The layers by kind: those of a kind have tensors of the same names and shapes."""
     shapes = {spec.name: spec.shape for spec in cluster.tensors}
     kinds: dict[frozenset[tuple[str, tuple[int, ...]]], list[str]] = defaultdict(list)
     for layer in layers:
         kinds[frozenset((_LAYER.sub("", name, count=1), shapes[name]) for name in groups[layer])].append(layer)
-    chooser = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    firsts = [chooser.choice(alike) for alike in kinds.values()]
-    others = [layer for layer in layers if layer not in firsts]
-    chooser.shuffle(others)
-    return [*firsts, *(group for group in groups if group not in layers), *others]
+    return list(kinds.values())
 
 
 def _memory_by_group(cluster: Cluster) -> dict[str, int]:

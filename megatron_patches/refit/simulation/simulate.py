@@ -78,7 +78,7 @@ class SimulatedFanOut:
     Attributes:
         replicas: number of replicas.
         copies: how many of them the trainer serves at full speed at a time.
-        unit_seconds: seconds in which a replica receives a version at full speed.
+        unit_seconds: seconds in which a replica receives a version at full speed, with all bytes between hosts.
         waves: the waves, in order.
         least_units: lower bound on the time of any schedule.
     """

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.models.config_traits import dtype_of, family_from_config, read_config
@@ -118,7 +118,7 @@ class PlanOutcome:
     plan: Plan
     traffic: Traffic
     verdict: Verdict
-    comparison: Mapping[str, int] | None
+    comparison: Mapping[str, Any] | None
     seconds: Mapping[str, float]
 
     def as_json(self) -> Mapping[str, object]:
@@ -223,15 +223,16 @@ def _part(options: argparse.Namespace) -> PartOf | None:
     return None
 
 
-def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mapping[str, int]:
+def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mapping[str, Any]:
     """Moves the model, or as many of its layers as fit into memory. Returns what was compared."""
     needed = memory_needed(cluster.tensors, cluster.sources, cluster.destinations)
-    layers: dict[str, int] = {}
+    layers: dict[str, Any] = {}
     if needed > options.max_memory:
-        cluster, count, of = sample_layers(cluster, options.max_memory, options.seed)
+        sample = sample_layers(cluster, options.max_memory, options.seed)
+        cluster = sample.cluster
         plan = cluster.plan(DEFAULT_OPTIONS)
         prove(plan, cluster.sources, cluster.destinations)
-        layers = {"layers": count, "of_layers": of}
+        layers = {"layers": sample.layers, "of_layers": sample.of_layers, "left_out": sample.left_out}
     compared = verify_in_memory(plan, cluster.sources, cluster.destinations, options.seed, options.staging)
     return {**asdict(compared), **layers}
 
@@ -311,6 +312,8 @@ def _summary(outcome: PlanOutcome) -> list[tuple[str, str]]:
         compared = outcome.comparison
         if "layers" in compared:
             rows.append(("sampled", f"{compared['layers']} of {compared['of_layers']} layers fit into --max-memory"))
+            if compared["left_out"]:
+                rows.append(("not verified", f"{', '.join(compared['left_out'])}: allow more --max-memory"))
         rows.append(("compared", f"{compared['elements']} elements equal those of the dense model"))
         rows.append(("padding", f"{compared['untouched']} elements are as they were"))
         rows.append(("staged", f"{size_text(compared['peak_staged_bytes'])} at most"))

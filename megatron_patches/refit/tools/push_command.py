@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from megatron_patches.refit.checkpoints import checkpoint_model
 from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel
 from megatron_patches.refit.command import is_first, run_together
+from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.trainer import push_flags
@@ -69,7 +70,11 @@ def session_of(options: argparse.Namespace, progress: Progress) -> Iterator[tupl
         ValueError: if an option is out of range.
     """
     timeout_s = options.timeout_minutes * 60
-    settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
+    if timeout_s > LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"--timeout-minutes is {options.timeout_minutes:g}; give a push at most {LONGEST_TIMEOUT_S / 60:g}"
+        )
+    settings = push_flags.options_from(options, timeout_s)
     engines = http_engines(options.engines, timeout_s, push_flags.credentials_from(options))
     with checkpoint_model.loaded(options, progress) as found:
         engines = engines if is_first() else []

@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
             sides, found = run(options, progress)
             targets = targets_of(options, found)
             if options.json is not None:
-                _write(options.json, as_json(options, sides, found, targets))
+                _write(options.json, json.dumps(as_json(options, sides, found, targets), indent=1) + "\n")
     except RefitError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -100,8 +100,6 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     Raises:
         RefitError: on any user error, with one line that names it.
     """
-    if options.json is not None and not options.json.parent.is_dir():  # before minutes of work
-        raise RefitError(f"--json: there is no directory {options.json.parent}")
     config = known_config(options.model)
     family = family_from_config(config)
     check_live(config, family.architecture)
@@ -124,6 +122,8 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     replicas = options.engines if options.replicas is None else options.replicas
     if replicas < 1:
         raise RefitError(f"--replicas is {replicas}; a version gets to one engine at least")
+    if options.json is not None:
+        _write(options.json, "", "a")  # fails before minutes of work
     return sides, simulate(sides, options.workers, options.requests, replicas, options.between_hosts, progress)
 
 
@@ -202,11 +202,12 @@ def _waves(found: SimulatedFanOut) -> Mapping[str, object]:
     }
 
 
-def _write(file: Path, content: Mapping[str, object]) -> None:
+def _write(file: Path, text: str, mode: str = "w") -> None:
     try:
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        with file.open(mode, encoding="utf-8") as out:
+            out.write(text)
     except OSError as error:
-        raise RefitError(f"--json: cannot write {file}: {error.strerror}") from error
+        raise RefitError(f"--json is {file}, which cannot be written ({error.strerror}); name another file") from error
 
 
 _TABLES: Mapping[str, Mapping[str, Callable[[WorkerKind], str]]] = MappingProxyType(
@@ -261,7 +262,7 @@ def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out:
 def _wave_table(found: SimulatedFanOut) -> Table:
     title = (
         f"waves to {found.replicas} of such engines; the trainer serves {found.copies:.3g} at a time, one in "
-        f"{found.unit_seconds:.3g} s at best"
+        f"{found.unit_seconds:.3g} s with all bytes between hosts"
     )
     rows, done = [], 0
     for number, wave in enumerate(found.waves[:_ROWS], 1):

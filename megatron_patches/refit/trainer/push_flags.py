@@ -89,7 +89,6 @@ def options_from(
     args: argparse.Namespace,
     timeout_s: float,
     prefix: str = "",
-    timeout_flag: str = "timeout",
     more: Mapping[str, tuple[str, object]] = MappingProxyType({}),
 ) -> RefitOptions:
     """The options that the flags select.
@@ -98,7 +97,6 @@ def options_from(
         args: parsed arguments, with those of :func:`add_flags`.
         timeout_s: seconds that a step may take after its first party has finished.
         prefix: prefix given to :func:`add_flags`.
-        timeout_flag: name, without the prefix, of the flag for ``timeout_s``.
         more: further options by name: each the name of its flag, without the prefix, and its value.
 
     Raises:
@@ -106,7 +104,7 @@ def options_from(
     """
     start, given = prefix.replace("-", "_"), vars(args)
     values: dict[str, tuple[str, Any]] = {
-        "timeout_s": (timeout_flag, timeout_s),
+        "timeout_s": ("timeout", timeout_s),
         **{option: (_flag_of(option), given[start + option.removesuffix("_s")]) for option in _HELP},
         **more,
     }

@@ -242,11 +242,17 @@ def test_layers_of_a_model_that_does_not_fit_into_memory_are_sampled(
         part = printed(capsys, *arguments, most)["comparison"]
         assert isinstance(part, dict)
         assert part["of_layers"] == 12
+        assert part["left_out"] == []
         assert 0 < part["elements"] < whole["elements"]
         counts.append(part["layers"])
     assert 2 <= counts[0] < counts[1] < 12
     assert main([*arguments, "6MB"]) == 0
-    assert f"{counts[1]} of 12 layers fit into --max-memory" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"{counts[1]} of 12 layers fit into --max-memory" in told
+    assert "not verified" not in told
+    assert main([*arguments, "600KB"]) == 0
+    (line,) = (line.split() for line in capsys.readouterr().out.splitlines() if "not verified" in line)
+    assert " ".join(line) == "not verified layer 2 and 9 like it, lm_head.weight: allow more --max-memory"
     assert main([*arguments, "1KB"]) == 1
     assert "and --max-memory is 0.001 MB; allow more" in capsys.readouterr().err
 

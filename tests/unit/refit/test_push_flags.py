@@ -154,8 +154,14 @@ def test_a_push_names_its_own_flags() -> None:
     add_flags(parser)
     with pytest.raises(ValueError, match=r"^--staging-bytes: staging_bytes is 10;"):
         options_from(parser.parse_args(["--staging-bytes", "10"]), 7.0)
-    with pytest.raises(ValueError, match=r"^--timeout-minutes: timeout_s is 4000"):
-        options_from(parser.parse_args([]), 4000.0, timeout_flag="timeout-minutes")
+
+
+@pytest.mark.usefixtures("as_logged_before")
+@pytest.mark.parametrize("command", ["push", "check"])
+def test_minutes_are_refused_in_minutes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--load none --engines http://here:1 --timeout-minutes 90"
+    assert main([command, *words.split()]) == 1
+    assert capsys.readouterr().err.endswith("error: --timeout-minutes is 90; give a push at most 60\n")
 
 
 @pytest.mark.parametrize(("interval", "load", "refused"), [(10, None, False), (11, None, True), (11, "there", False)])

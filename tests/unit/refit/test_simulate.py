@@ -24,6 +24,7 @@ from megatron_patches.refit.simulation.cluster import Hosts, Sides, engine_mesh,
 from megatron_patches.refit.simulation.fleet import Fleet, asked_bytes, holders_in, run_destination, run_source
 from megatron_patches.refit.simulation.models import MODELS
 from megatron_patches.refit.simulation.simulate import Simulation, simulate
+from megatron_patches.refit.tools import simulate_command
 from megatron_patches.refit.transports.base import Offer
 from tests.unit.refit.test_plan_command import CONFIG
 
@@ -198,6 +199,14 @@ def test_a_sample_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "planned for 1 of 4 engines, and multiplied (sampled)" in capsys.readouterr().out
 
 
+def test_seconds_of_a_wave_are_of_bytes_between_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where engines share the trainer's hosts, within which bytes may travel faster."""
+    assert main([*arguments(tmp_path), "--colocated"]) == 0
+    seconds = json.loads((tmp_path / "found.json").read_text())["fan_out"]["unit_seconds"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"one in {seconds:.3g} s with all bytes between hosts" in told
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "missed"),
     [
@@ -225,8 +234,6 @@ def test_a_missed_target_is_the_exit_status(
         ("replicas", "0", "--replicas is 0"),
         ("requests", "0", "--workers is 1 and --requests is 0; each must be at least 1"),
         ("ranks_per_host", "0", "--ranks-per-host: ranks_per_host is 0"),
-        ("json", "/nowhere/found.json", "--json: there is no directory /nowhere"),
-        ("json", "/", "--json: cannot write /: Is a directory"),
     ],
 )
 def test_mistakes_are_told_in_one_line(
@@ -236,6 +243,18 @@ def test_mistakes_are_told_in_one_line(
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "why"), [("/nowhere/found.json", "No such file or directory"), ("/", "Is a directory")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: str, why: str
+) -> None:
+    monkeypatch.setattr(simulate_command, "simulate", lambda *_: pytest.fail("it has begun"))
+    assert main(arguments(tmp_path, json=file)) == 1
+    message = f"error: --json is {file}, which cannot be written ({why}); name another file\n"
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("name", MODELS)
