@@ -50,6 +50,26 @@ def test_the_reason_is_told_before_torchrun_ends_who_tells_it(tmp_path: Path) ->
     assert "as rank 1" not in ended.stderr
 
 
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(_progress: Progress) -> str:
+        raise KeyboardInterrupt
+
+    assert command.run_together(work) == 130
+    assert capsys.readouterr() == ("", "error: interrupted\n")
+
+
+def test_an_import_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for save in ("/proc/saved", tmp_path / "file", tmp_path / "file" / "saved"):
+        assert main(["import", "--hf", str(tmp_path / "none"), "--save", str(save)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --save {save}: ")
+        assert line.endswith("; name a directory that can be written")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_samples_that_a_virtual_pipeline_cannot_score_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--pipeline-model-parallel-size", "3", "--num-virtual-stages-per-pipeline-rank", "2"]
     options = build_parser().parse_args(["check", "--load", "none", "--engines", "http://127.0.0.1:9", *sizes])
