@@ -83,7 +83,8 @@ class Outcome:
         kl: generation KL of the last version, in nats a token (Schulman's k3 estimator of KL(engine, trainer)).
         log_prob_error: mean absolute difference of log-probabilities.
         largest_error: largest absolute difference.
-        untouched_kl: KL against the trainer's weights before the last push; shows that KL detects a missed push.
+        untouched_kl: KL against the weights of another version, one after the last; shows that KL detects a missed
+            push.
     """
 
     way: str

@@ -35,8 +35,9 @@ _OWNERS = (
     ("transformer_engine", "/transformer_engine/"),
     ("torch", "/torch/"),
     ("triton", "/triton/"),
-    ("etp", "/etp/"),  # last, because the repository may lie in a folder of that name
+    ("etp", "/etp/"),
 )
+_ROOT = str(Path(__file__).resolve().parents[1])
 
 type Profile = dict[str, Any]
 
@@ -110,13 +111,20 @@ def python_calls(profile: cProfile.Profile) -> Profile:
 
 
 def _owner(path: str) -> str:
+    path = _below(path)
     return next((name for name, part in _OWNERS if part in path), "other")
 
 
 def _short(path: str) -> str:
     """A path from the package on."""
+    path = _below(path)
     start = next((path.index(part) + 1 for _, part in _OWNERS if part in path), 0)
     return path[start:]
+
+
+def _below(path: str) -> str:
+    """A path below the repository, or where packages are installed: folders above may have the name of any owner."""
+    return path.removeprefix(_ROOT).rpartition("site-packages")[2]
 
 
 def gpu_work(events: Iterable[Mapping[str, Any]]) -> Profile:

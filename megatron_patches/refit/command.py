@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +35,10 @@ def run_together(work: Callable[[Progress], str], errors: tuple[type[Exception],
             result = work(progress)
     except errors as error:
         return fail(error, speaks=first or isinstance(error, CheckpointReadError), leads=first)
+    except KeyboardInterrupt:
+        if first:
+            sys.stderr.write("error: interrupted\n")
+        return 128 + signal.SIGINT
     if first:
         sys.stdout.write(f"{result}\n")
     return 0

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_patches.refit.__main__ import main
+from megatron_patches.refit.checkpoints import checkpoint_model
 from megatron_patches.refit.models.mesh import TrainerMesh
 from megatron_patches.refit.tools.check_command import Agreement
 from tests.integration.checkpoint_families import save_body
@@ -72,6 +74,16 @@ def test_what_does_not_agree_is_an_error(saved: Path, server: VllmServer) -> Non
     assert status != 0
     assert rows["after"][1] > 0
     assert re.match(rf"error: KL\({server.url} \|\| trainer\) is \S+ after the push, more than --most-kl 0; ", told)
+
+
+@pytest.mark.parametrize("word", ["push", "check"])
+def test_servers_are_asked_before_a_model_is_built(
+    saved: Path, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint_model, "build_chunks", lambda *_: pytest.fail("a model was built"))
+    assert main([word, "--load", str(saved), "--engines", "http://127.0.0.1:9"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: cannot reach http://127.0.0.1:9: ")
 
 
 def test_the_estimate_is_the_divergence() -> None:

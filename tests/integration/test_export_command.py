@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -190,6 +191,14 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
     assert message in error
     assert error.count("error:") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+@pytest.mark.parametrize("content", [b"", b"latest", b"\xff\xfe2", "\u00b2".encode()])
+def test_a_damaged_tracker_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_bytes(content)
+    assert main(["export", "--load", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
+    assert re.search(rf"^error: {tracker} holds '.*', not an iteration; pass --iteration$", capsys.readouterr().err)
 
 
 def test_a_model_has_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import train_profile
 from benchmarks.train_profile import cuda_calls, gpu_work, in_one_line, python_calls
 from etp.layout import ShardLayout
 from tests.unit.test_benchmark_trace import GEMM, LOCAL, PEER, work
@@ -25,6 +26,22 @@ def _hook() -> int:
 def _hooks(times: int) -> None:
     for _ in range(times):
         _hook()
+
+
+@pytest.mark.parametrize(
+    ("path", "owner"),
+    [
+        ("/home/torch/etp/etp/core/param.py", "etp"),
+        ("/home/torch/etp/megatron_patches/seam.py", "megatron_patches"),
+        ("/home/torch/etp/benchmarks/train_systems.py", "other"),
+        ("/home/torch/etp/.venv/lib/python3.12/site-packages/torch/nn/modules/module.py", "torch"),
+        ("/home/torch/etp/.venv/lib/python3.12/site-packages/numpy/core/numeric.py", "other"),
+        ("/opt/etp/lib/python3.12/site-packages/megatron/core/optimizer.py", "megatron"),
+    ],
+)
+def test_folders_above_a_package_own_nothing(path: str, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_profile, "_ROOT", "/home/torch/etp", raising=False)
+    assert train_profile._owner(path) == owner
 
 
 def test_calls_of_all_threads_are_counted() -> None:

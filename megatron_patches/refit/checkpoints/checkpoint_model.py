@@ -103,7 +103,8 @@ def loaded(
     Args:
         options: the options of :func:`add_checkpoint_options`.
         progress: receives the phase.
-        check: raises a RefitError if the vocabulary size does not suit the planned use of the model.
+        check: called with the vocabulary size on all ranks, before the model is built; raises a RefitError if the
+            planned use of the model is not possible.
 
     Raises:
         RefitError: on any user error or machine failure, with one line that names it.

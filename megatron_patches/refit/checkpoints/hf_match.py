@@ -202,7 +202,7 @@ def rope_scaling(config: Mapping[str, object]) -> Mapping[str, object] | None:
         entry = config.get(name)
         if isinstance(entry, Mapping):
             kind = entry.get("rope_type", entry.get("type"))
-            if kind not in (None, "default"):
+            if kind != "default" and (kind is not None or "factor" in entry):
                 rest = {key: value for key, value in entry.items() if key not in ("type", "rope_type", "rope_theta")}
                 return {"rope_type": kind, **rest}
     return None

@@ -41,7 +41,7 @@ def find_iteration(load: Path, iteration: int | None) -> Path:
     if iteration is not None:
         found = load / f"iter_{iteration:07d}"
     elif (load / _TRACKER).is_file():
-        text = (load / _TRACKER).read_text().strip()
+        text = (load / _TRACKER).read_text(encoding="ascii", errors="replace").strip()
         if not (text.isdigit() or text == "release"):
             raise ExportError(f"{load / _TRACKER} holds {text[:40]!r}, not an iteration; pass --iteration")
         found = load / (f"iter_{int(text):07d}" if text.isdigit() else "release")
@@ -104,6 +104,7 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
         ExportError: if the checkpoint cannot be read or contains no arguments.
     """
     from megatron.core import dist_checkpointing
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
 
     with _readable(directory):
         state = dist_checkpointing.load_common_state_dict(str(directory))
@@ -112,6 +113,10 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
         raise ExportError(f"{directory} holds no arguments; it was not written by a Megatron training script")
     if getattr(args, "hybrid_layer_pattern", None) is None:  # older versions used another name
         args.hybrid_layer_pattern = getattr(args, "hybrid_override_pattern", None)
+    if args.padded_vocab_size is None and args.vocab_size is not None:  # `import` opens no tokenizer, which sets it
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+        )
     return args
 
 

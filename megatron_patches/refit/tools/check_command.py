@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -23,7 +23,8 @@ from megatron_patches.refit.tools import push_command
 from megatron_patches.refit.trainer import push_flags
 
 
-class Samples(msgspec.Struct):
+@dataclass(frozen=True)
+class Samples:
     """Text that an engine has generated.
 
     Attributes:
@@ -33,6 +34,38 @@ class Samples(msgspec.Struct):
 
     tokens: list[list[int]]
     log_probabilities: list[list[float]]
+
+
+class _Model(msgspec.Struct):
+    """An entry of ``v1/models``."""
+
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """What ``v1/models`` answers."""
+
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+
+
+class _Scores(msgspec.Struct):
+    """Log-probabilities of the tokens of one answer."""
+
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct):
+    """The answer to one prompt."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: _Scores
+
+
+class _Completion(msgspec.Struct):
+    """What ``v1/completions`` answers."""
+
+    choices: list[_Choice]
 
 
 @dataclass(frozen=True)
@@ -123,13 +156,17 @@ def _check(options: argparse.Namespace, progress: Progress) -> dict[str, tuple[A
     """The agreement of each engine with the trainer, before and after a push.
 
     Raises:
-        RefitError: if that fails, or the samples do not divide over a virtual pipeline.
+        RefitError: if that fails, or an option is out of range.
     """
     if options.chunks > 1 and options.samples % options.pipeline:
         raise RefitError(
             f"--samples is {options.samples}; a virtual pipeline needs a multiple of the "
             f"{options.pipeline} stages (--pipeline-model-parallel-size)"
         )
+    if not -(2**63) <= options.seed < 2**63:
+        raise RefitError(f"--seed is {options.seed}; it must have 64 bits at most")
+    if not options.most_kl >= 0:
+        raise RefitError(f"--most-kl is {options.most_kl}; it must be 0 or a positive number of nats")
     timeout_s, credentials = options.timeout_minutes * 60, push_flags.credentials_from(options)
     asked = [HttpCalls(url, timeout_s, credentials) for url in options.engines]
     with push_command.session_of(options, progress) as (session, found):
@@ -160,12 +197,13 @@ def _ask(server: HttpCalls, vocab_size: int, options: argparse.Namespace) -> Sam
     """
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(vocab_size, (options.samples, options.prompt_tokens), generator=generator).tolist()
-    name = server.call("GET", "v1/models")["data"][0]["id"]
+    (model, *_) = _read(server, "v1/models", server.call("GET", "v1/models"), _Models).data
+    route = "v1/completions"
     answer = server.call(
         "POST",
-        "v1/completions",
+        route,
         {
-            "model": name,
+            "model": model.id,
             "prompt": prompts,
             "max_tokens": options.answer_tokens,
             "seed": options.seed,
@@ -180,14 +218,35 @@ def _ask(server: HttpCalls, vocab_size: int, options: argparse.Namespace) -> Sam
             "repetition_penalty": 1.0,
         },
     )
-    choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda choice: choice["index"])
-    return msgspec.convert(
-        {
-            "tokens": [[*prompt, *choice["token_ids"]] for prompt, choice in zip(prompts, choices, strict=True)],
-            "log_probabilities": [choice["logprobs"]["token_logprobs"] for choice in choices],
-        },
-        Samples,
+    choices = sorted(_read(server, route, answer, _Completion).choices, key=lambda choice: choice.index)
+    length = options.answer_tokens
+    found = [(choice.index, len(choice.token_ids), len(choice.logprobs.token_logprobs)) for choice in choices]
+    if found != [(number, length, length) for number in range(len(prompts))]:
+        raise RefitError(
+            f"{server.url}/{route} did not answer each of {len(prompts)} prompts (--samples) with {length} tokens "
+            "(--answer-tokens) and their log-probabilities; is it a vLLM server?"
+        )
+    if foreign := [token for choice in choices for token in choice.token_ids if not 0 <= token < vocab_size]:
+        raise RefitError(
+            f"{server.url} wrote token {foreign[0]}, and the checkpoint's model has {vocab_size} tokens; pass "
+            "--vocab-size, or the server of a model with this vocabulary"
+        )
+    return Samples(
+        [[*prompt, *choice.token_ids] for prompt, choice in zip(prompts, choices, strict=True)],
+        [choice.logprobs.token_logprobs for choice in choices],
     )
+
+
+def _read[T](server: HttpCalls, route: str, answer: dict[str, Any], kind: type[T]) -> T:
+    """The fields of an answer that are needed.
+
+    Raises:
+        RefitError: if one is missing or of another type.
+    """
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise RefitError(f"{server.url}/{route} does not answer as a vLLM server does: {error}") from error
 
 
 def _table(found: Mapping[str, tuple[Agreement, Agreement]]) -> str:

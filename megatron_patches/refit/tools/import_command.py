@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from megatron_patches.refit.checkpoints.checkpoint_build import build_chunks, refuse_unbuildable
@@ -77,14 +78,19 @@ def _import(options: argparse.Namespace, progress: Progress) -> str:
 
 
 def _check_free(directory: Path) -> None:
-    """Raises LoadError if something is in the directory already."""
+    """Raises LoadError if something is in the directory already, or it cannot be written."""
     try:
-        if any(directory.iterdir()):
+        if directory.exists() and any(directory.iterdir()):
             raise LoadError(f"--save {directory} is not empty; name a new directory, or remove what is in it")
-    except FileNotFoundError:
-        return
+        with TemporaryFile(dir=_existing(directory)):
+            pass
     except OSError as error:
-        raise LoadError(f"--save {directory}: {error.strerror}") from error
+        raise LoadError(f"--save {directory}: {error.strerror}; name a directory that can be written") from error
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or the closest of its parents that exists."""
+    return next(folder for folder in (directory, *directory.parents) if folder.exists())
 
 
 def _arguments(flags: Sequence[str], save: Path) -> argparse.Namespace:
@@ -138,5 +144,5 @@ def _save(chunks: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
         told = error.__cause__ or error  # that of the patch names a rank, of which there is one here
         causes = [cause for cause, _ in told.failures.values()] if isinstance(told, CheckpointException) else [told]
         reasons = "; ".join(dict.fromkeys(map(describe_error, causes)))
-        there = next(parent for parent in (Path(args.save), *Path(args.save).parents) if parent.exists())
-        raise LoadError(f"--save {args.save}: writing failed, and {free_text(there)} there ({reasons})") from error
+        free = free_text(_existing(Path(args.save)))
+        raise LoadError(f"--save {args.save}: writing failed, and {free} there ({reasons})") from error

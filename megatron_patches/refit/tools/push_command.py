@@ -9,12 +9,15 @@ from contextlib import closing, contextmanager
 from megatron_patches.refit.checkpoints import checkpoint_model
 from megatron_patches.refit.checkpoints.checkpoint_model import CheckpointModel
 from megatron_patches.refit.command import is_first, run_together
+from megatron_patches.refit.control.exchange import default_exchange, on_first
 from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.trainer import push_flags
 from megatron_patches.refit.trainer.engines import http_engines
 from megatron_patches.refit.trainer.session import PushReport, RefitSession
+
+_UP_S = 60.0  # for a server to say that it takes weights, however busy
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,12 +64,14 @@ def _push(options: argparse.Namespace, progress: Progress) -> str:
 def session_of(options: argparse.Namespace, progress: Progress) -> Iterator[tuple[RefitSession, CheckpointModel]]:
     """A session that the options describe, and the checkpoint's model. Collective.
 
+    The servers are asked whether they take weights before the model is loaded, which may take minutes.
+
     Args:
         options: of :func:`add_push_options`.
         progress: receives the phases of loading.
 
     Raises:
-        RefitError: if the checkpoint cannot be loaded.
+        RefitError: if a server takes no weights, or the checkpoint cannot be loaded.
         ValueError: if an option is out of range.
     """
     timeout_s = options.timeout_minutes * 60
@@ -75,8 +80,16 @@ def session_of(options: argparse.Namespace, progress: Progress) -> Iterator[tupl
             f"--timeout-minutes is {options.timeout_minutes:g}; give a push at most {LONGEST_TIMEOUT_S / 60:g}"
         )
     settings = push_flags.options_from(options, timeout_s)
-    engines = http_engines(options.engines, timeout_s, push_flags.credentials_from(options))
-    with checkpoint_model.loaded(options, progress) as found:
+    if options.version is not None and options.version < 0:
+        raise ValueError(f"--version is {options.version}; it must be at least 0")
+    credentials = push_flags.credentials_from(options)
+    engines = http_engines(options.engines, timeout_s, credentials)
+    impatient = http_engines(options.engines, min(timeout_s, _UP_S), credentials)
+
+    def ask(_vocab_size: int) -> None:
+        on_first(default_exchange(), lambda: [engine.world_size() for engine in impatient])
+
+    with checkpoint_model.loaded(options, progress, ask) as found:
         engines = engines if is_first() else []
         with closing(RefitSession(found.chunks, engines, vocab_size=found.vocab_size, options=settings)) as session:
             yield session, found

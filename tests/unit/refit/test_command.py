@@ -9,11 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_patches.refit import command
-from megatron_patches.refit.__main__ import build_parser
+from megatron_patches.refit.__main__ import build_parser, main
+from megatron_patches.refit.control.credentials import Credentials
+from megatron_patches.refit.control.http_calls import HttpCalls
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.tools import check_command
 from tests.support.imports import ROOT
@@ -44,6 +48,26 @@ def test_the_reason_is_told_before_torchrun_ends_who_tells_it(tmp_path: Path) ->
     assert ended.returncode == 1
     assert ended.stderr.count("error: as rank 0 has heard\n") == 1
     assert "as rank 1" not in ended.stderr
+
+
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(_progress: Progress) -> str:
+        raise KeyboardInterrupt
+
+    assert command.run_together(work) == 130
+    assert capsys.readouterr() == ("", "error: interrupted\n")
+
+
+def test_an_import_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for save in ("/proc/saved", tmp_path / "file", tmp_path / "file" / "saved"):
+        assert main(["import", "--hf", str(tmp_path / "none"), "--save", str(save)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --save {save}: ")
+        assert line.endswith("; name a directory that can be written")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_samples_that_a_virtual_pipeline_cannot_score_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,3 +103,72 @@ def test_a_comparison_is_shown_once_no_bar_is_drawn_over_it(
         assert said.startswith("error: KL(http://a || trainer) is 0.1 after the push, more than --most-kl 0.05; ")
     else:
         assert lines[-1] == "trainer and 1 engine(s) agree"
+
+
+@pytest.mark.parametrize(
+    ("word", "flag", "value", "message"),
+    [
+        ("push", "--version", "-1", "--version is -1; it must be at least 0"),
+        ("check", "--seed", str(2**63), f"--seed is {2**63}; it must have 64 bits at most"),
+        ("check", "--most-kl", "nan", "--most-kl is nan; it must be 0 or a positive number of nats"),
+        ("check", "--most-kl", "-1", "--most-kl is -1.0; it must be 0 or a positive number of nats"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_at_once(
+    word: str, flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word, "--load", "none", "--engines", "http://127.0.0.1:9", flag, value]) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+class Answering(HttpCalls):
+    """A server with given answers to requests for its models and for completions."""
+
+    def __init__(self, models: dict[str, Any], completion: dict[str, Any]) -> None:
+        super().__init__("http://a", 1.0, Credentials())
+        self._answers = {"v1/models": models, "v1/completions": completion}
+
+    def call(self, method: str, route: str, *_: object, **__: object) -> dict[str, Any]:  # noqa: ARG002 - all are alike
+        return self._answers[route]
+
+
+MODELS = {"data": [{"id": "some"}]}
+
+
+def choice(index: int, **other: object) -> dict[str, object]:
+    return {"index": index, "token_ids": [3, 4, 5], "logprobs": {"token_logprobs": [-1.5, -0.5, -2.0]}, **other}
+
+
+def ask(models: dict[str, Any], *choices: dict[str, object]) -> check_command.Samples:
+    options = argparse.Namespace(seed=1, samples=2, prompt_tokens=4, answer_tokens=3)
+    return check_command._ask(Answering(models, {"choices": list(choices)}), 6, options)
+
+
+def test_samples_are_the_prompts_with_their_answers() -> None:
+    last = choice(1, token_ids=[0, 0, 1], logprobs={"token_logprobs": [-4.0, -5.0, -6.0]})
+    samples = ask(MODELS, last, choice(0))
+    assert [tokens[4:] for tokens in samples.tokens] == [[3, 4, 5], [0, 0, 1]]
+    assert samples.log_probabilities == [[-1.5, -0.5, -2.0], [-4.0, -5.0, -6.0]]
+
+
+@pytest.mark.parametrize(
+    ("models", "choices", "message"),
+    [
+        ({}, [], "http://a/v1/models does not answer as a vLLM server does: .*`data`"),
+        ({"data": []}, [], "http://a/v1/models does not answer as a vLLM server does: .*length >= 1"),
+        (MODELS, [], "did not answer each of 2 prompts"),
+        (MODELS, [choice(0)], "did not answer each of 2 prompts"),
+        (MODELS, [choice(0), choice(0)], "did not answer each of 2 prompts"),
+        (MODELS, [choice(0), choice(1, token_ids=[1])], "with 3 tokens .* and their log-probabilities"),
+        (MODELS, [choice(0), choice(1, logprobs={"token_logprobs": [-1.0]})], "with 3 tokens"),
+        (MODELS, [choice(0), choice(1, logprobs=None)], "does not answer as a vLLM server does: .*logprobs"),
+        (MODELS, [choice(0), choice(1, token_ids=None)], "does not answer as a vLLM server does: .*token_ids"),
+        (MODELS, [choice(0), choice(1, token_ids=[1, 2, 6])], "http://a wrote token 6, and .* has 6 tokens"),
+        (MODELS, [choice(0), choice(1, token_ids=[1, 2, -1])], "http://a wrote token -1"),
+    ],
+)
+def test_an_answer_that_is_none_is_refused_with_the_reason(
+    models: dict[str, Any], choices: list[dict[str, object]], message: str
+) -> None:
+    with pytest.raises(RefitError, match=message):
+        ask(models, *choices)

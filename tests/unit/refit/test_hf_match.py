@@ -65,6 +65,7 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("llama", {"rope_theta": 5e5}, r"rope_theta is 500000.0 .* 10000.0 in this run \(--rotary-base\)"),
         ("llama", {"rope_parameters": {"rope_theta": 7.0}, "rope_theta": None}, r"rope_theta is 7.0 .* \(--rotary-b"),
         ("llama", {"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-06 .* 1e-05 in this run \(--norm-epsilon\)"),
+        ("llama", {"rope_scaling": {"factor": 8.0}}, r"rope_scaling is .*'factor': 8.0.* and None in this run"),
         ("llama", {"rope_scaling": LLAMA_3}, r"rope_scaling is .*llama3.* None in this run \(--use-rope-scaling"),
         (
             "llama",
