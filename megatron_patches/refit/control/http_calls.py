@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import time
 import urllib.parse
 from collections.abc import Mapping
 from contextlib import closing
@@ -19,6 +20,8 @@ from megatron_patches.refit.control.secret import GUARDED_HEADER
 from megatron_patches.refit.errors import RefitError
 
 logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 1 << 20
 
 
 class NotShownError(RefitError):
@@ -117,7 +120,7 @@ class HttpCalls:
         try:
             connection.request(method, f"{self._parts.path}/{route}", content, own)
             answer = connection.getresponse()
-            said = answer.read()
+            said = _content(answer, float(connection.timeout or 0))
         except TimeoutError as error:
             raise RefitError(
                 f"{self.url}/{route} gave no answer within {connection.timeout:g} s; where it waits for requests to "
@@ -163,6 +166,25 @@ def _check_url(url: str) -> None:
         )
     if not usable or parts.query or parts.fragment:
         raise ValueError(f"engine URL {url!r} must be like http://10.0.0.5:8000 or https://host/path")
+
+
+def _content(answer: http.client.HTTPResponse, timeout_s: float) -> bytes:
+    """The content of an answer. A socket's own time-out is that of each piece, and a stream has no last one.
+
+    Raises:
+        TimeoutError: if it has not ended in time.
+        http.client.IncompleteRead: if it is cut off.
+    """
+    deadline = time.monotonic() + timeout_s
+    content = bytearray()
+    while piece := answer.read1(_PIECE_BYTES):
+        content += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    if answer.length:
+        raise http.client.IncompleteRead(bytes(content), answer.length)
+    answer.close()  # so that its connection takes another request
+    return bytes(content)
 
 
 def _shown(content: bytes) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -165,6 +166,36 @@ def test_a_server_without_a_guard_is_complained_about(caplog: pytest.LogCaptureF
     with answering(b'HTTP/1.0 200 OK\r\nx-refit-guarded: 1\r\n\r\n{"world_size": 4}') as engine:
         engine.world_size()
     assert caplog.text == ""
+
+
+def test_an_answer_that_does_not_end_is_given_up() -> None:
+    """A stream, each of whose pieces comes in time."""
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+            with suppress(OSError):  # once the client has left
+                while True:
+                    self.wfile.write(b" ")
+                    time.sleep(0.01)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        server.daemon_threads = True
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            engine = HttpEngine(f"http://127.0.0.1:{server.server_port}", 0.3)
+            with pytest.raises(RefitError, match=r"/get_world_size gave no answer within 0\.3 s"):
+                engine.world_size()
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 30", "Transfer-Encoding: chunked"])
+def test_an_answer_that_is_cut_off_is_an_error(head: str) -> None:
+    body = "14\r\n" if "chunked" in head else ""
+    said = f'HTTP/1.1 200 OK\r\n{head}\r\n\r\n{body}{{"world_size": 4}}'.encode()
+    with answering(said) as engine, pytest.raises(RefitError, match=r"lost the connection to .*: IncompleteRead"):
+        engine.world_size()
 
 
 def test_a_server_that_does_not_answer_in_time_is_not_said_to_be_out_of_reach() -> None:
