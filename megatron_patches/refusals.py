@@ -76,6 +76,17 @@ def expert_size(args: argparse.Namespace) -> int:
     return size
 
 
+def _has_mtp_apart_from_the_embeddings(args: argparse.Namespace) -> bool:
+    """Whether a later stage of the first pipeline rank, which has the embeddings in another chunk, has MTP layers."""
+    if not _get(args, "pipeline_model_parallel_layout"):
+        return False
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+    return any(LayerType.mtp in stage for stage in layout.layout[0][1:])
+
+
 def _has_sparse_attention(args: argparse.Namespace) -> bool:
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
     return any("D" in str(_get(args, name) or "") for name in patterns)
@@ -221,6 +232,12 @@ REFUSALS = (
         "layers of DeepSeek sparse attention (D) in --hybrid-layer-pattern",
         _has_sparse_attention,
         "use another attention: it reads an up-projection that nobody has gathered",
+    ),
+    Refusal(
+        "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}",
+        _has_mtp_apart_from_the_embeddings,
+        "put the MTP layers (m) on another rank than the first: Megatron shares the embeddings between ranks, so those "
+        "of a later stage of the first one would stay zero",
     ),
     Refusal(
         "--mtp-detach-heads",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from megatron.core import parallel_state
 
@@ -12,6 +14,7 @@ class Noting(torch.nn.Module):
     """Stands for a model: its losses are the labels, and it notes what it was given."""
 
     vp_stage = None
+    config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=None)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, _mask: torch.Tensor | None, *, labels: torch.Tensor

@@ -278,6 +278,14 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"hybrid_layer_pattern": "M-D-"}, "layers of DeepSeek sparse attention (D) in --hybrid-layer-pattern"),
         ({"hybrid_override_pattern": "MD"}, "layers of DeepSeek sparse attention (D) in --hybrid-layer-pattern"),
         ({"mtp_hybrid_override_pattern": "D"}, "layers of DeepSeek sparse attention (D) in --hybrid-layer-pattern"),
+        (
+            {
+                "pipeline_model_parallel_layout": "Ett|tt|m|L",
+                "pipeline_model_parallel_size": 2,
+                "world_size": 16,
+            },
+            "--pipeline-model-parallel-layout Ett|tt|m|L",
+        ),
         ({"mtp_detach_heads": True}, "--mtp-detach-heads"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
@@ -647,6 +655,7 @@ def test_the_refused_flags_are_megatrons() -> None:
         "use_grouped_gemm_for_shared_expert",
         "experimental_attention_variant",
         "mtp_detach_heads",
+        "pipeline_model_parallel_layout",
         "qk_clip",
         "moe_use_upcycling",
         "num_distributed_optimizer_instances",

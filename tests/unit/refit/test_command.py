@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from megatron_patches.refit import command
-from megatron_patches.refit.__main__ import build_parser, main
+from megatron_patches.refit.__main__ import build_parser
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.http_calls import HttpCalls
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.progress import Progress
-from megatron_patches.refit.tools import check_command
+from megatron_patches.refit.tools import check_command, import_command, push_command
 from tests.support.imports import ROOT
 
 PROGRAM = """
@@ -50,6 +50,12 @@ def test_the_reason_is_told_before_torchrun_ends_who_tells_it(tmp_path: Path) ->
     assert "as rank 1" not in ended.stderr
 
 
+def run(word: str, *arguments: str) -> int:
+    """A command's exit status; without what the program does to this process's warnings and loggers."""
+    main = {"import": import_command.main, "push": push_command.main, "check": check_command.main}[word]
+    return main(build_parser().parse_args([word, *arguments]))
+
+
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def work(_progress: Progress) -> str:
         raise KeyboardInterrupt
@@ -63,7 +69,7 @@ def test_an_import_that_cannot_be_written_is_refused_before_anything_is_read(
 ) -> None:
     (tmp_path / "file").touch()
     for save in ("/proc/saved", tmp_path / "file", tmp_path / "file" / "saved"):
-        assert main(["import", "--hf", str(tmp_path / "none"), "--save", str(save)]) == 1
+        assert run("import", "--hf", str(tmp_path / "none"), "--save", str(save)) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: --save {save}: ")
         assert line.endswith("; name a directory that can be written")
@@ -117,7 +123,7 @@ def test_a_comparison_is_shown_once_no_bar_is_drawn_over_it(
 def test_a_number_out_of_range_is_refused_at_once(
     word: str, flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([word, "--load", "none", "--engines", "http://127.0.0.1:9", flag, value]) == 1
+    assert run(word, "--load", "none", "--engines", "http://127.0.0.1:9", flag, value) == 1
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
