@@ -56,8 +56,8 @@ def needs_data(config: Any, vp_stage: int | None) -> bool:
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """The ranks of a pipeline that share the word embeddings: the first, the last if tied, and those with MTP layers.
 
-    Megatron's default, the first and the last, would tie the output layer to the embeddings of an untied model with
-    MTP layers, and leave out a stage of MTP layers in between.
+    With MTP layers, Megatron's default, the first and the last, would add an untied output layer to the embeddings at
+    startup, and leave out the embeddings of a stage in between.
     """
     args = get_args()
     tied = [] if args.untie_embeddings_and_output_weights else pp_ranks[-1:]
