@@ -305,7 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def summarise(out: Path, chosen: Sequence[Job]) -> None:
-    """Write ``table.md`` of the jobs' reports, and plots of dense models and of experts; print the table."""
+    """Write ``table.md`` of the jobs' reports, and plots of dense models and of experts; print the table.
+
+    Raises:
+        SystemExit: if nothing was measured.
+    """
     reports = load([path for job in chosen for path in _reports(job, out)])
     text = table(reports)
     (out / "table.md").write_text(text + "\n", encoding="utf-8")
@@ -319,6 +323,8 @@ def summarise(out: Path, chosen: Sequence[Job]) -> None:
             plot(shown, out / f"{name}.svg", title)
         except (SystemExit, ValueError) as error:
             print(f"no {name}: {error}")
+    if not any(result["median"] for report in reports for result in report["results"]):
+        sys.exit(f"Nothing was measured. The reasons are in {out / 'table.md'}.")
 
 
 def _reports(job: Job, out: Path) -> list[Path]:

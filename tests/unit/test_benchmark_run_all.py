@@ -248,7 +248,8 @@ def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_summary_is_made_of_whatever_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _run(tmp_path, time.monotonic(), Processes())
-    summarise(tmp_path, [JOB])
+    with pytest.raises(SystemExit, match="Nothing was measured"):
+        summarise(tmp_path, [JOB])
     assert "not run: the time was up" in (tmp_path / "table.md").read_text()
     assert "no plot: these reports have no results" in capsys.readouterr().out
 
