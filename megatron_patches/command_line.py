@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_patches import arguments, cpu, hf_training, last_line, refit_training
 from megatron_patches.registry import PatchRecord
-from megatron_patches.seam import WeightShardSeam
+
+if TYPE_CHECKING:
+    from megatron_patches.weight_shard_api import WeightShardApi
 
 USAGE_ERROR = 2
 RANK_0_HEAD_START_S = 10.0
@@ -103,7 +105,7 @@ def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
     return replacement
 
 
-def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> Callable[..., Any]:
+def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardApi) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         if cpu.needed():
@@ -153,7 +155,7 @@ def _accepting_gathers(args: argparse.Namespace) -> Iterator[None]:
         vars(args).update(given)
 
 
-def records(api: WeightShardSeam) -> tuple[PatchRecord, ...]:
+def records(api: WeightShardApi) -> tuple[PatchRecord, ...]:
     """The replacements in Megatron's parser.
 
     Args:

@@ -1,7 +1,7 @@
 """Lists the parts of megatron-core 0.19.2 that are used without being replaced: the seam's names and their callers.
 
 If any of these changes in a new version, review it before supporting that version. ``registry.verify`` compares them
-with the installed sources.
+with the installed sources, as it does the sources of what is replaced.
 """
 
 from __future__ import annotations
@@ -59,11 +59,6 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
         "176379dbe1bf98be",
         "cuts the embedding and gathers it in forward",
     ),
-    (
-        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
-        "89d5190a2c748607",
-        "cuts its weight when built",
-    ),
     ("megatron.core.tensor_parallel.layers:RowParallelLinear", "d08e2c12b0e86e47", "cuts its weight when built"),
     (
         "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
@@ -80,16 +75,6 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
         "megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint",
         "310e152a83325987",
         "asks the seam for the place of each shard",
-    ),
-    (
-        "megatron.core.utils:make_tp_sharded_tensor_for_checkpoint",
-        "47d294ffccedd1cc",
-        "gives an embedding's shard its place",
-    ),
-    (
-        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
-        "aae4466be4608927",
-        "is called once a gradient is complete",
     ),
     (
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
@@ -123,11 +108,6 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
         "derives the shard group's size",
     ),
     (
-        "megatron.training.training:setup_model_and_optimizer",
-        "566575af25f10acc",
-        "configures the seam and shows it all model chunks at once",
-    ),
-    (
         "megatron.core.full_cuda_graph:FullCudaGraphWrapper",
         "035a5978b6c9733b",
         "captures forward and backward passes and the end of their reductions in one graph",
@@ -152,7 +132,6 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
         "9400ce43ea240d72",
         "names the streams that layers are replayed on",
     ),
-    ("megatron.training.training:train_step", "275be60d0831f482", "reports the loss over all data"),
     ("megatron.training.global_vars:set_global_variables", "3e26f317b89c7f92", "counts microbatches over all data"),
 )
 
