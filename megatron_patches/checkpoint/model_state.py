@@ -148,8 +148,6 @@ def wrap_apply_swiglu_factory(original: Callable[..., ShardedBase]) -> Callable[
     ) -> ShardedBase:
         if not isinstance(original_sh_ten, ShardedRows):
             return original(original_sh_ten, sharded_offsets, singleton_local_shards, **kwargs)
-        if original_sh_ten.placement is None:
-            raise ValueError(f"{original_sh_ten.key}: a shard needs a placement")
         suffixes = ("_w", "_v") if singleton_local_shards else ("", "")
         return original_sh_ten.with_parts(halves(original_sh_ten.placement.layout, suffixes))
 

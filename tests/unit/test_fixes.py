@@ -340,7 +340,7 @@ class TestFrozen:
 
         replacement = frozen.RECORD.replace(original)
         assert replacement(1, 2, 3, False, True, False, None, gtp_remat_size=1) == "stock"
-        assert calls == [(1, 2, 3, False, True, False, None, None, None)]
+        assert calls == [(1, 2, 3, False, True, False, None)]
 
 
 class TestFusedAccumulation:
