@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,17 @@ class SourceRecord(Target):
     signature: str | None = None
 
 
-def relied_upon(table: Iterable[tuple[str, str, str]]) -> tuple[SourceRecord, ...]:
-    """Source records without a signature, from rows of target, hash and reason."""
-    return tuple(SourceRecord(target=target, sha256=sha256, reason=reason) for target, sha256, reason in table)
+Table = Mapping[str, Mapping[str, tuple[str, str]]]
+"""For each module, and each definition in it ("" for the whole file), the hash of its source and what is relied on."""
+
+
+def relied_upon(table: Table) -> tuple[SourceRecord, ...]:
+    """Source records without a signature."""
+    return tuple(
+        SourceRecord(target=f"{module}:{name}" if name else module, sha256=sha256, reason=reason)
+        for module, definitions in table.items()
+        for name, (sha256, reason) in definitions.items()
+    )
 
 
 def source_digest(source: str) -> str:

@@ -6,45 +6,37 @@ import functools
 import importlib
 from typing import Any
 
-from megatron_patches.registry import PatchRecord, SourceRecord, relied_upon
+from megatron_patches.registry import PatchRecord, SourceRecord, Table, relied_upon
 
 _STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
-_RELIED_UPON: tuple[tuple[str, str, str], ...] = (
-    ("megatron.core.dist_checkpointing.mapping:ShardedTensor", "b8bd38e4c0f8d601", "takes shards of irregular size"),
-    (
-        "megatron.core.dist_checkpointing.mapping:ShardedTensorFactory",
-        "bc5a56be9cbe5428",
-        "the base of a shard's entry",
-    ),
-    ("megatron.core.dist_checkpointing.state_dict_utils", "107d7630926ca774", "builds and merges entries"),
-    (
-        "megatron.core.dist_checkpointing.strategies.checkpointable",
-        "39ac6c8e59a05d6f",
-        "writes and reads shards of irregular size",
-    ),
-    (
-        f"{_STRATEGY}:mcore_to_pyt_state_dict",
-        "782c48d8686fc86a",
-        "sends shards of irregular size there",
-    ),
-    (
-        "megatron.core.dist_checkpointing.optimizer:make_sharded_optimizer_tensor",
-        "2c5136cde327edce",
-        "makes a state's entry from its weight's",
-    ),
-    (
-        f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
-        "4b6b52d956abbad8",
-        "makes a state's entry from its weight's",
-    ),
-    (
-        f"{_OPTIMIZER}.load_parameter_state_from_fully_reshardable",
-        "478e9161b4aad1c7",
-        "takes a state at its weight's padded shape",
-    ),
-)
+_RELIED_UPON: Table = {
+    "megatron.core.dist_checkpointing.mapping": {
+        "ShardedTensor": ("b8bd38e4c0f8d601", "takes shards of irregular size"),
+        "ShardedTensorFactory": ("bc5a56be9cbe5428", "the base of a shard's entry"),
+    },
+    "megatron.core.dist_checkpointing.state_dict_utils": {"": ("107d7630926ca774", "builds and merges entries")},
+    "megatron.core.dist_checkpointing.strategies.checkpointable": {
+        "": ("39ac6c8e59a05d6f", "writes and reads shards of irregular size")
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {
+        "mcore_to_pyt_state_dict": ("782c48d8686fc86a", "sends shards of irregular size there")
+    },
+    "megatron.core.dist_checkpointing.optimizer": {
+        "make_sharded_optimizer_tensor": ("2c5136cde327edce", "makes a state's entry from its weight's")
+    },
+    "megatron.core.optimizer.distrib_optimizer": {
+        "DistributedOptimizer.sharded_param_state_fully_reshardable": (
+            "4b6b52d956abbad8",
+            "makes a state's entry from its weight's",
+        ),
+        "DistributedOptimizer.load_parameter_state_from_fully_reshardable": (
+            "478e9161b4aad1c7",
+            "takes a state at its weight's padded shape",
+        ),
+    },
+}
 
 
 # Functions of megatron_patches.checkpoint that wrap the target, the first one innermost; the target, what goes wrong
