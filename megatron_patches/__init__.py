@@ -65,7 +65,6 @@ def apply(config: MegatronEtpConfig | None = None) -> WeightShardApi:
     registry.check_not_initialized()
     if cpu.needed():
         cpu.prepare_environment()
-        cpu.silence_random_state_warning()
         cpu.silence_inapplicable_warnings()
     from megatron_patches.weight_shard_api import WeightShardApi
 
