@@ -23,14 +23,14 @@ USAGE_ERROR = 2
 RANK_0_HEAD_START_S = 10.0
 
 
-def exit_with(message: str, rank: int) -> NoReturn:
+def exit_with(message: str) -> NoReturn:
     """End the process because of invalid settings, with one line from rank 0 and no traceback.
 
     Raises:
         SystemExit: always, with status 2.
     """
     last_line.leave(message)
-    if rank == 0:
+    if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"megatron_patches: error: {message}\n")
         sys.stderr.flush()
     else:
@@ -73,7 +73,7 @@ def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         close = difflib.get_close_matches(unknown[1], options, n=1) if unknown else ()
         hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"
-        exit_with(message + hint, int(os.environ.get("RANK", "0")))
+        exit_with(message + hint)
 
     parser.error = told  # type: ignore[method-assign]
 
@@ -83,7 +83,7 @@ def _refuse_yaml(parser: argparse.ArgumentParser) -> None:
 
     def refuse(_file: str) -> NoReturn:
         message = "--yaml-cfg does not work with this launcher: the file replaces the whole command line, --etp-size "
-        exit_with(message + "included; give the settings as flags", int(os.environ.get("RANK", "0")))
+        exit_with(message + "included; give the settings as flags")
 
     for action in parser._actions:
         if "--yaml-cfg" in action.option_strings:
@@ -119,7 +119,7 @@ def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardApi) -> C
                 cpu.check_layers(args)
             config = arguments.config_from_args(args)
         except arguments.UnsupportedConfigurationError as error:
-            exit_with(str(error), args.rank)
+            exit_with(str(error))
         with _accepting_gathers(args):
             validated = validate_args(args, *rest, **kwargs)
         try:
@@ -127,7 +127,7 @@ def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardApi) -> C
             if cpu.needed():
                 cpu.check(args)
         except arguments.UnsupportedConfigurationError as error:
-            exit_with(str(error), args.rank)
+            exit_with(str(error))
         api.configure(config)
         return validated
 

@@ -167,13 +167,9 @@ def _find_definition(text: str, tree: ast.Module, qualified_name: str) -> Defini
             return None
         scope = named[part]
     signature = ast.unparse(scope.args) if isinstance(scope, ast.FunctionDef) else None
-    return Definition(_segment(text, scope), signature)
-
-
-def _segment(text: str, node: ast.AST) -> str:
-    # ast.get_source_segment splits the text at each call; it is slow on Megatron's longest files.
-    first, last = getattr(node, "lineno", 1), getattr(node, "end_lineno", None)
-    return "\n".join(text.split("\n")[first - 1 : last])
+    # Not ast.get_source_segment, which is slow on Megatron's longest files.
+    first, last = getattr(scope, "lineno", 1), getattr(scope, "end_lineno", None)
+    return Definition("\n".join(text.split("\n")[first - 1 : last]), signature)
 
 
 def megatron_core_version() -> str:

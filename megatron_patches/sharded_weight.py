@@ -101,14 +101,9 @@ def shard_parameter(
         shard = MegatronShardedParam.from_full(param, group, pad_for_alignment)
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from error
-    _adopt_attributes(shard, param)
-    return shard
-
-
-def _adopt_attributes(shard: MegatronShardedParam, param: torch.nn.Parameter) -> None:
     # tensor_model_parallel, partition_dim, partition_stride, allreduce, sequence_parallel, shared_embedding, ...
-    for name, value in vars(param).items():
-        setattr(shard, name, value)
+    vars(shard).update(vars(param))
+    return shard
 
 
 class EmbeddingWeight(torch.autograd.Function):
