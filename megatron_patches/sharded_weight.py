@@ -74,10 +74,14 @@ class MegatronShardedParam(ETPShardedParam):
         weights = self.materialize()
         return weights[0] if len(weights) == 1 else weights
 
-    def wgrad_reduce_scatter(self, wgrad: torch.Tensor, nvtx_label: str | None = None) -> None:
-        """Start reducing the full gradient, ``[rows, columns]``; it arrives in ``main_grad`` or ``grad``."""
+    def wgrad_reduce_scatter(self, wgrad: torch.Tensor, nvtx_label: str | None = None) -> torch.Tensor | None:
+        """Start reducing the full gradient, ``[rows, columns]``; it arrives in ``main_grad`` or ``grad``.
+
+        Returns:
+            what to pass to autograd; see :meth:`etp.ETPShardedParam.reduce_wgrads`.
+        """
         del nvtx_label
-        self.reduce_wgrads([wgrad])
+        return self.reduce_wgrads([wgrad])[0]
 
     def register_grad_accum_hook(self, grad_accum_node: Any, hook: Callable[..., None]) -> None:
         """Call DistributedDataParallel's ``hook`` once this weight's gradient is in ``main_grad``."""
@@ -119,6 +123,7 @@ class EmbeddingWeight(torch.autograd.Function):
         return full.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        """Reduce the table's gradient into the shard; autograd gets nothing."""
-        ctx.weight.reduce_wgrads([grads[0]])
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor | None:
+        """Reduce the table's gradient into the shard."""
+        found: torch.Tensor | None = ctx.weight.wgrad_reduce_scatter(grads[0])
+        return found
