@@ -22,12 +22,16 @@ class MegatronShardedParam(ETPShardedParam):
     Attributes:
         is_gtp_weight_remat: Megatron's marker of a sharded weight.
         is_routed_expert: whether it is one of a grouped layer's experts.
+        is_qkv: whether it is a weight of query, key and value, for Muon.
+        qkv_split_shapes: rows of query, key and value in a query group of such a weight.
         knows_copies: False, because Megatron's checkpoints address rows of whole weights, and its optimizers compute
             with copies, which should be plain tensors.
     """
 
     is_gtp_weight_remat = True
     is_routed_expert = False
+    is_qkv: bool
+    qkv_split_shapes: list[int]
     knows_copies = False
 
     @property
