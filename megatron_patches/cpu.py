@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -21,7 +22,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -411,24 +412,15 @@ def _norm_for_sequence_parallelism(original: Callable[..., torch.nn.Module]) -> 
     def replacement(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if not config.sequence_parallel:
             return original(cls, config, *args, **kwargs)
-        with _attribute(config, "sequence_parallel", False):
-            norm = original(cls, config, *args, **kwargs)
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        norm = original(cls, without, *args, **kwargs)
         for parameter in norm.parameters():
             # Megatron sums the gradients of these parameters over the tensor-parallel ranks.
             setattr(parameter, "sequence_parallel", True)  # noqa: B010  # not an attribute that torch declares
         return norm
 
     return replacement
-
-
-@contextlib.contextmanager
-def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def required_arguments() -> dict[str, object]:
