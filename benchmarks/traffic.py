@@ -161,7 +161,7 @@ def measure(name: str, options: dict[str, Any], sizes: Sizes) -> tuple[Row, Row]
             counters.reductions.get(key, 0),
             counters.reduce_bytes.get(key, 0),
         )
-        received = weight.nbytes * (weight.size - 1) // weight.size
+        received = weight.spec.nbytes * (weight.size - 1) // weight.size
         every.weights[key] = WeightTraffic(
             times, times * received, row.weights[key].reductions, row.weights[key].reduce_bytes
         )

@@ -43,7 +43,7 @@ class BufferSpec:
     count: int = 1
     descending: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that the buffers take."""
         return self.count * math.prod(self.shape) * self.dtype.itemsize
@@ -66,11 +66,6 @@ class Slot:
         self.sharers = 0
         """Number of groups that share it; 0 for a dedicated slot, which belongs to one group."""
         self._aliases: dict[tuple[int, tuple[bool, ...]], list[torch.Tensor]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of storage when allocated."""
-        return self.spec.nbytes
 
     @property
     def allocated(self) -> bool:
@@ -166,8 +161,8 @@ class BufferCache:
     def reserve(self, spec: BufferSpec) -> Slot:
         """A slot for gathers of this kind: a dedicated one while the budget lasts, then a shared one."""
         slot = Slot(spec)
-        if slot.nbytes <= self._resident_left:
-            self._resident_left -= slot.nbytes
+        if spec.nbytes <= self._resident_left:
+            self._resident_left -= spec.nbytes
             self._dedicated.append(slot)
             return slot
         shared = self._shared[spec]
@@ -194,7 +189,7 @@ class BufferCache:
             return
         if slot in self._dedicated:
             self._dedicated.remove(slot)
-            self._resident_left += slot.nbytes
+            self._resident_left += slot.spec.nbytes
         else:
             self._shared[slot.spec].remove(slot)
         slot.drop()
@@ -218,4 +213,4 @@ class BufferCache:
 
     def nbytes(self) -> int:
         """Bytes of storage allocated now."""
-        return sum(slot.nbytes for slot in self.slots() if slot.allocated)
+        return sum(slot.spec.nbytes for slot in self.slots() if slot.allocated)

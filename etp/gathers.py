@@ -127,7 +127,7 @@ class Gathers:
         for former in (group, slot.owner):
             if former is not None and former.pending:
                 former.abandon_gather()
-        self._largest_group = max(self._largest_group, group.nbytes)
+        self._largest_group = max(self._largest_group, group.spec.nbytes)
         is_published = group.is_published
         if not is_published:
             for hook in group.before_gather:
@@ -184,7 +184,7 @@ class Gathers:
                         return
                     self._issue(reading, slot, route)
             if group.pending:
-                in_flight += group.nbytes
+                in_flight += group.spec.nbytes
             needed_earlier.add(group._slot)
 
     def _knows_next(self, timeline: Timeline[Reading]) -> bool:
@@ -238,5 +238,5 @@ class Gathers:
             # None right after a capture has begun or ended.
             number = slots.get(id(group._slot))
             slot = "no slot" if number is None else f"slot {number}"
-            lines.append(f"  {group.name}: {shapes} over {group.size} ranks, {slot}, {group.nbytes} bytes")
+            lines.append(f"  {group.name}: {shapes} over {group.size} ranks, {slot}, {group.spec.nbytes} bytes")
         return "\n".join(lines)

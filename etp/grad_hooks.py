@@ -249,21 +249,11 @@ def chosen_shards(group: WeightGroup) -> Chosen:
     trained, known = group.trained(), [nodes.get(id(shard)) for shard in group.shards]
     try:
         named = [node is None or torch._C._will_engine_execute_node(node) for node in known]
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        named = [_is_named(node) for node in known]
+    except RuntimeError:
+        # From a shard whose gradient is returned.
+        named = [node is None or executes(node) is not False for node in known]
     chosen = map(operator.and_, trained, named)
     return None if (found := tuple(chosen)) == trained else found
-
-
-def _is_named(node: Any) -> bool:
-    try:
-        return node is None or torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        return True
 
 
 def returned_by_autograd(shard: Shard) -> bool | None:
@@ -280,8 +270,22 @@ def returned_by_autograd(shard: Shard) -> bool | None:
             view: Any = shard.view_as(shard)
     node = view.grad_fn.next_functions[0][0]
     try:
+        # Not :func:`executes`, to save the call in every reduction.
         return False if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:
         if not is_asked_for(error):
             raise
         return True
+
+
+def executes(node: Any) -> bool | None:
+    """Whether the current backward pass executes ``node``; None for a leaf's node whose gradient is returned instead.
+
+    ``torch.autograd.grad`` returns it.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        return None

@@ -143,11 +143,6 @@ class WeightGroup:
         raise EtpStateError(f"{self.name} has no gather buffer yet; attach a cache first")
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the gathered weights, padding included."""
-        return self.spec.nbytes
-
-    @cached_property
     def spec(self) -> BufferSpec:
         """The buffers that a gather fills; :meth:`attach` updates it after a change of dtype, device or order."""
         self._spec_of = local = self.local_shards()
@@ -256,7 +251,6 @@ class WeightGroup:
             return slot
         if self._spec_of is not self.local_shards():
             former = self.__dict__.pop("spec", None)
-            self.__dict__.pop("nbytes", None)
             if former is not None and former != self.spec:
                 self.detach()
                 self.route = None
@@ -340,7 +334,7 @@ class WeightGroup:
                     gather = partial(route.transport.all_gather, slot.buffers, copies, self.gather_label)
             self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
-            self.gathered_bytes += self.nbytes
+            self.gathered_bytes += self.spec.nbytes
         except BaseException:
             self._forget_gather()
             raise

@@ -9,7 +9,6 @@ a model that has others to :func:`etp.shard_module`, or the ranks' copies of the
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,12 +60,9 @@ class _ShardedModule(nn.Module):
         self, suffix: str, bias: bool, params_dtype: torch.dtype | None, device: torch.device | str | None
     ) -> None:
         """Register a weight and a bias (or none), initialised as in ``nn.Linear``."""
-        where: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **where))
-        offset = nn.Parameter(torch.empty(self.out_features, **where)) if bias else None
-        _init_linear(weight, offset)
-        self.register_parameter(f"weight{suffix}", weight)
-        self.register_parameter(f"bias{suffix}", offset)
+        made = nn.Linear(self.in_features, self.out_features, bias, device, params_dtype)
+        for name, param in made._parameters.items():
+            self.register_parameter(f"{name}{suffix}", param)
 
     def extra_repr(self) -> str:
         """Sizes, as ``nn.Linear`` prints them."""
@@ -303,11 +299,3 @@ def _build_te(cls: type[_ShardedModule], args: Sequence[Any], kwargs: dict[str, 
     module: nn.Module = getattr(te_pytorch(), cls.__name__)(**given)
     shard_weights(module, cls.weight_names(given), group, config)
     return module
-
-
-def _init_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """``nn.Linear``'s initialisation."""
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-    if bias is not None:
-        bound = 1 / math.sqrt(weight.shape[1])
-        nn.init.uniform_(bias, -bound, bound)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ from etp.group import Reading, WeightGroup
 from etp.mode import Mode
 from etp.terms import inside_applied_function
 from etp.versions import WeightVersions
+
+if TYPE_CHECKING:
+    from etp.reductions import Reductions
+    from etp.replicated import ReplicatedGrads
 
 # Passes of an iteration that are recorded.
 _MOST_PASSES = 4096
@@ -129,16 +133,6 @@ class _BackwardToken:
     """Lives as long as autograd's graph task, whose callback holds the only reference."""
 
 
-class CollectsGradients(Protocol):
-    """A part of the runtime that collects gradients in backward passes."""
-
-    def begin_pass(self, *, backward: bool) -> None:
-        """Called when a pass begins, before its first visit."""
-
-    def discard(self) -> None:
-        """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
-
-
 class Passes:
     """The passes of one runtime, and the order of visits in them.
 
@@ -150,7 +144,8 @@ class Passes:
     Attributes:
         forward_order: the visits of forward passes; see [Note: chain].
         backward_order: those of backward passes.
-        collectors: the parts of the runtime that collect gradients.
+        collectors: the parts of the runtime that collect gradients. They learn when a pass begins, before its first
+            visit, and when one was abandoned.
         number: unique number of the latest pass.
         forward_number: number of the latest forward pass.
         in_backward: whether the latest pass is a backward pass, in progress or finished.
@@ -165,7 +160,7 @@ class Passes:
     ) -> None:
         self.forward_order: Timeline[Reading] = Timeline()
         self.backward_order: Timeline[Reading] = Timeline()
-        self.collectors: Sequence[CollectsGradients] = ()
+        self.collectors: Sequence[Reductions | ReplicatedGrads] = ()
         self.number = self.forward_number = 0
         self.in_backward = False
         self._groups = groups

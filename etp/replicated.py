@@ -17,12 +17,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from etp.collectives.sums import divide
 from etp.collectives.works import free_bytes
 from etp.config import EtpConfig, GradReduction
-from etp.differentiate import is_asked_for
+from etp.grad_hooks import executes
 from etp.mode import Modes
 from etp.passes import Passes
 from etp.routes import Routes
@@ -102,7 +103,7 @@ class ReplicatedGrads:
                 f"the gradient of {self._names[param]} is sparse and cannot be combined over the ranks of the shard "
                 "group; turn its module's option sparse off"
             )
-        if not _accumulates(param):
+        if not executes(get_gradient_edge(param).node):
             # torch.autograd.grad returns it, and must return the same on all ranks, as it does for shards.
             return self._reduced(param, grad)
         self._passes.enter_backward()
@@ -164,14 +165,3 @@ class ReplicatedGrads:
         self._routes.wait_for(reduce, group, label, flat.device.type == "cpu")
         if self._config.grad_reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
-
-
-def _accumulates(param: nn.Parameter) -> bool:
-    """Whether the current backward pass accumulates ``param``'s gradient into ``grad`` rather than returning it."""
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        return False

@@ -123,7 +123,7 @@ class EtpRuntime:
 
     def add(self, group: WeightGroup) -> None:
         """Drive one more group. Its parameters must be attached to this runtime."""
-        if not any(group is known for known in self.groups):
+        if group not in self.groups:
             self.groups.append(group)
             self.reductions.hooks.watch(group)
 
@@ -135,10 +135,10 @@ class EtpRuntime:
                 is in progress.
         """
         kept = self._require_releasable(groups)
-        leaving = {id(group) for group in groups}
+        leaving = set(groups)
         self.release_buffers()
         for group in self.groups:
-            if id(group) in leaving:
+            if group in leaving:
                 group.detach()
                 group.route = None
                 self._weights.forget(group)
@@ -153,8 +153,8 @@ class EtpRuntime:
 
     def _require_releasable(self, groups: Sequence[WeightGroup]) -> list[WeightGroup]:
         """Raise EtpStateError if :meth:`release` cannot release these groups now; returns the groups that stay."""
-        leaving = {id(group) for group in groups}
-        kept = [group for group in self.groups if id(group) not in leaving]
+        leaving = set(groups)
+        kept = [group for group in self.groups if group not in leaving]
         if kept and self.passes.had_root:
             raise EtpStateError(
                 f"a runtime cannot be split: it also drives {kept[0].name}; pass etp.shard_module the module that has "
@@ -337,8 +337,7 @@ def runtimes_driving(shards: Iterable[ETPShardedParam]) -> list[EtpRuntime]:
     Raises:
         EtpStateError: for a shard that has none.
     """
-    drivers = {id(shard.driver): shard.driver for shard in shards}
-    return [driver for driver in drivers.values() if isinstance(driver, EtpRuntime)]
+    return list(dict.fromkeys(shard.driver for shard in shards))
 
 
 def _shards(module: nn.Module) -> dict[str, ETPShardedParam]:
@@ -346,4 +345,4 @@ def _shards(module: nn.Module) -> dict[str, ETPShardedParam]:
 
 
 def _groups(shards: Mapping[str, ETPShardedParam]) -> list[WeightGroup]:
-    return list({id(param.weight_group): param.weight_group for param in shards.values()}.values())
+    return list(dict.fromkeys(param.weight_group for param in shards.values()))

@@ -22,7 +22,7 @@ norms of a gradient and of its weight, and both must be of the same part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from etp.allowed import COMPUTES, changes_in_place, is_refused
 from etp.errors import EtpStateError
 from etp.refusals import BY_ROW, refuse_rows
 from etp.shard import Shard, read_grad, write_grad
+
+if TYPE_CHECKING:
+    from etp.runtime import EtpRuntime
 
 
 class ShardGrad(torch.Tensor):
@@ -138,20 +141,20 @@ def _foreach_norm(
 ) -> list[torch.Tensor]:
     """``torch._foreach_norm``; one collective for each shard group."""
     norms: dict[int, torch.Tensor] = {}
+    parts: dict[int, torch.Tensor] = {}
     others = [index for index, tensor in enumerate(tensors) if not isinstance(tensor, ShardGrad)]
     if others:
         found = torch._foreach_norm([tensors[index] for index in others], ord, dtype=dtype)
         norms.update(zip(others, found, strict=True))
-    buckets: dict[tuple[int, dist.ProcessGroup, torch.device], list[int]] = {}
+    buckets: dict[tuple[EtpRuntime, dist.ProcessGroup, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, ShardGrad):
             tensor.owner.driver.reductions.require_complete(tensor.owner.weight_group)
-            key = (id(tensor.owner.driver), tensor.owner.group, tensor.device)
+            key = (tensor.owner.driver, tensor.owner.group, tensor.device)
             buckets.setdefault(key, []).append(index)
-    for (_, process_group, _), indices in buckets.items():
-        grads = [grad for grad in (tensors[index] for index in indices) if isinstance(grad, ShardGrad)]
-        driver = grads[0].owner.driver
-        whole = scalars.norms(driver.routes, [grad.local_part() for grad in grads], process_group, float(ord))
+            parts[index] = tensor.local_part()
+    for (driver, process_group, _), indices in buckets.items():
+        whole = scalars.norms(driver.routes, [parts[index] for index in indices], process_group, float(ord))
         norms.update(
             (index, norm.to(dtype or tensors[index].dtype)) for index, norm in zip(indices, whole, strict=True)
         )
@@ -186,7 +189,7 @@ def _check_and_unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, i
     with torch._C.DisableTorchFunctionSubclass():
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
     # Over all groups, whichever weights overflowed: experts in their own group must not skip a step alone.
-    for driver in {id(owner.driver): owner.driver for owner in owners}.values():
+    for driver in dict.fromkeys(owner.driver for owner in owners):
         scalars.spread(driver.routes, found_inf, driver.process_groups)
 
 
@@ -197,7 +200,7 @@ def _zero(grad: torch.Tensor) -> torch.Tensor:
 
 def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
     owners = [grad.owner for grad in grads if isinstance(grad, ShardGrad) and grad.owner.has_driver]
-    for driver in {id(owner.driver): owner.driver for owner in owners}.values():
+    for driver in dict.fromkeys(owner.driver for owner in owners):
         # A backward pass that has failed may have left reductions in flight, which add to the same memory.
         driver.passes.drop_abandoned()
     with torch._C.DisableTorchFunctionSubclass():

@@ -147,12 +147,6 @@ class Stack(Sequence[torch.Tensor]):
         """The tensors in order."""
         return iter(self.tensors)
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        """Whether it is the same object; what its tensors contain does not matter."""
-        return self is other
-
 
 _MAX_PITCH = 2**31 - 1
 """The largest distance that CUDA's pitched copies accept, in bytes."""

@@ -23,7 +23,7 @@ from megatron_patches.registry import IncompatibleMegatronError
 
 if TYPE_CHECKING:
     from megatron_patches.registry import PatchRecord, SourceRecord
-    from megatron_patches.seam import WeightShardSeam
+    from megatron_patches.weight_shard_api import WeightShardApi
 
 __all__ = ["IncompatibleMegatronError", "MegatronEtpConfig", "UnsupportedConfigurationError", "apply"]
 
@@ -41,14 +41,13 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @_no_garbage_collection()
-def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | None = None) -> WeightShardSeam:
+def apply(config: MegatronEtpConfig | None = None) -> WeightShardApi:
     """Verify the installed Megatron, patch it, and replace its implementation of sharded weights.
 
     On a machine without CUDA, also let Megatron run on CPU and gloo. A second call changes nothing.
 
     Args:
         config: options for a script that does not parse Megatron's command line; otherwise the flags set them.
-        api: the implementation of sharded weights; by default, the one of this package.
 
     Returns:
         The implementation that Megatron now uses.
@@ -66,12 +65,10 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
     registry.check_not_initialized()
     if cpu.needed():
         cpu.prepare_environment()
-        cpu.silence_random_state_warning()
         cpu.silence_inapplicable_warnings()
-    if api is None:
-        from megatron_patches.weight_shard_api import WeightShardApi
+    from megatron_patches.weight_shard_api import WeightShardApi
 
-        api = WeightShardApi(config or MegatronEtpConfig())
+    api = WeightShardApi(config or MegatronEtpConfig())
     relied_upon, patches = records(api)
     registry.verify((*relied_upon, *patches))
     seam.install_api(api)
@@ -79,7 +76,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
     return api
 
 
-def records(api: WeightShardSeam) -> tuple[tuple[SourceRecord, ...], tuple[PatchRecord, ...]]:
+def records(api: WeightShardApi) -> tuple[tuple[SourceRecord, ...], tuple[PatchRecord, ...]]:
     """What :func:`apply` relies upon in Megatron without replacing it, and what it replaces.
 
     Args:

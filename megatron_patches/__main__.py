@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import os
 import runpy
 import sys
 import traceback
@@ -39,20 +38,19 @@ def main(arguments: list[str]) -> None:
     Raises:
         SystemExit: with status 2, and one line from rank 0, if the script cannot be run at all.
     """
-    rank = int(os.environ.get("RANK", "0"))
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(_help())
         raise SystemExit(0 if arguments else USAGE_ERROR)
     script = Path(arguments[0])
     if not script.is_file():
-        exit_with(f"{script} is not a file; the script to run comes first, its arguments after it", rank)
+        exit_with(f"{script} is not a file; the script to run comes first, its arguments after it")
     sys.argv[:] = arguments
     # As with `python SCRIPT.py`, modules next to the script are found first.
     sys.path[0] = str(script.resolve().parent)
     try:
         megatron_patches.apply()
     except megatron_patches.IncompatibleMegatronError as error:
-        exit_with(str(error), rank)
+        exit_with(str(error))
     # run_path runs the script as the __main__ module under its own path. Processes that it spawns, such as checkpoint
     # writers, import it from that path and stop at its `if __name__ == "__main__"`.
     at_exit = ProcessGroupsAtExit()

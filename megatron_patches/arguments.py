@@ -72,7 +72,6 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--etp-size",
         type=int,
-        default=None,
         metavar="N",
         help="Shard each weight, on top of tensor parallelism, over N ranks; N divides the data-parallel size. "
         "Default: 1, a stock run.",
@@ -80,7 +79,6 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--expert-etp-size",
         type=int,
-        default=None,
         metavar="N",
         help="Shard each expert's weights over N ranks, on top of expert tensor parallelism and apart from "
         "--etp-size. Default: 1.",
@@ -149,7 +147,6 @@ def _add_diagnosis(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--etp-timeout",
         type=float,
-        default=None,
         metavar="SECONDS",
         help="Wait this long for a collective before ending with an error that names it and the weight. Default: the "
         "process group's own, see --distributed-timeout-minutes.",

@@ -11,24 +11,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_patches import arguments, cpu, hf_training, last_line, refit_training
 from megatron_patches.registry import PatchRecord
-from megatron_patches.seam import WeightShardSeam
+
+if TYPE_CHECKING:
+    from megatron_patches.weight_shard_api import WeightShardApi
 
 USAGE_ERROR = 2
 RANK_0_HEAD_START_S = 10.0
 
 
-def exit_with(message: str, rank: int) -> NoReturn:
+def exit_with(message: str) -> NoReturn:
     """End the process because of invalid settings, with one line from rank 0 and no traceback.
 
     Raises:
         SystemExit: always, with status 2.
     """
     last_line.leave(message)
-    if rank == 0:
+    if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"megatron_patches: error: {message}\n")
         sys.stderr.flush()
     else:
@@ -71,7 +73,7 @@ def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         close = difflib.get_close_matches(unknown[1], options, n=1) if unknown else ()
         hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"
-        exit_with(message + hint, int(os.environ.get("RANK", "0")))
+        exit_with(message + hint)
 
     parser.error = told  # type: ignore[method-assign]
 
@@ -81,7 +83,7 @@ def _refuse_yaml(parser: argparse.ArgumentParser) -> None:
 
     def refuse(_file: str) -> NoReturn:
         message = "--yaml-cfg does not work with this launcher: the file replaces the whole command line, --etp-size "
-        exit_with(message + "included; give the settings as flags", int(os.environ.get("RANK", "0")))
+        exit_with(message + "included; give the settings as flags")
 
     for action in parser._actions:
         if "--yaml-cfg" in action.option_strings:
@@ -103,7 +105,7 @@ def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
     return replacement
 
 
-def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> Callable[..., Any]:
+def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardApi) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         if cpu.needed():
@@ -117,7 +119,7 @@ def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> 
                 cpu.check_layers(args)
             config = arguments.config_from_args(args)
         except arguments.UnsupportedConfigurationError as error:
-            exit_with(str(error), args.rank)
+            exit_with(str(error))
         with _accepting_gathers(args):
             validated = validate_args(args, *rest, **kwargs)
         try:
@@ -125,7 +127,7 @@ def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> 
             if cpu.needed():
                 cpu.check(args)
         except arguments.UnsupportedConfigurationError as error:
-            exit_with(str(error), args.rank)
+            exit_with(str(error))
         api.configure(config)
         return validated
 
@@ -153,7 +155,7 @@ def _accepting_gathers(args: argparse.Namespace) -> Iterator[None]:
         vars(args).update(given)
 
 
-def records(api: WeightShardSeam) -> tuple[PatchRecord, ...]:
+def records(api: WeightShardApi) -> tuple[PatchRecord, ...]:
     """The replacements in Megatron's parser.
 
     Args:

@@ -1,12 +1,12 @@
 """Lists the parts of megatron-core 0.19.2 that are used without being replaced: the seam's names and their callers.
 
 If any of these changes in a new version, review it before supporting that version. ``registry.verify`` compares them
-with the installed sources.
+with the installed sources, as it does the sources of what is replaced.
 """
 
 from __future__ import annotations
 
-from megatron_patches.registry import SourceRecord, relied_upon
+from megatron_patches.registry import SourceRecord, Table, relied_upon
 
 _ENGINE = "megatron.core.tensor_parallel.generalized_tensor_parallelism"
 
@@ -52,109 +52,58 @@ _SEAM: tuple[tuple[str, str | None, str], ...] = (
     ("wrap_module_params_gtp", "module, weight_names, gtp_remat_group, is_grouped=None", "e9f038d4ce4e0524"),
 )
 
-_CALLERS: tuple[tuple[str, str, str], ...] = (
-    ("megatron.core.tensor_parallel.gtp_api", "397c9ad291d8565c", "the names to replace"),
-    (
-        "megatron.core.tensor_parallel.layers:VocabParallelEmbedding",
-        "176379dbe1bf98be",
-        "cuts the embedding and gathers it in forward",
-    ),
-    (
-        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
-        "89d5190a2c748607",
-        "cuts its weight when built",
-    ),
-    ("megatron.core.tensor_parallel.layers:RowParallelLinear", "d08e2c12b0e86e47", "cuts its weight when built"),
-    (
-        "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
-        "8ef62e685ce853b7",
-        "gathers in forward and backward",
-    ),
-    (
-        "megatron.core.tensor_parallel.layers:param_is_not_gtp_duplicate",
-        "35ed8dbc114c8f2f",
-        "counts a shard's gradient norm once",
-    ),
-    ("megatron.core.tensor_parallel.layers:copy_gtp_attributes", "4f764e90ef774045", "marks the optimizer's copies"),
-    (
-        "megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint",
-        "310e152a83325987",
-        "asks the seam for the place of each shard",
-    ),
-    (
-        "megatron.core.utils:make_tp_sharded_tensor_for_checkpoint",
-        "47d294ffccedd1cc",
-        "gives an embedding's shard its place",
-    ),
-    (
-        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
-        "aae4466be4608927",
-        "is called once a gradient is complete",
-    ),
-    (
-        "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-        "018f8aa3f1b46fca",
-        "waits for the seam before data-parallel reduction",
-    ),
-    (
-        "megatron.core.distributed.finalize_model_grads:_allreduce_replicated_grads_over_gtp_remat_group",
-        "07d9bfe476230404",
-        "averages replicated gradients over the shard group",
-    ),
-    (
-        "megatron.core.optimizer.optimizer:_backfill_gtp_sharded_param_map",
-        "4754e2e0d747cde0",
-        "finds a shard's optimizer state",
-    ),
-    (
-        "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon",
-        "53a2423addbcb326",
-        "orthogonalizes a matrix, and is replaced by a subclass with a step of its own",
-    ),
-    (
-        "megatron.core.optimizer.emerging_optimizers:_muon_config_to_kwargs",
-        "8a4eeda57fb39948",
-        "gives that subclass its arguments",
-    ),
-    ("megatron.core.parallel_state:initialize_model_parallel", "9534561a0c23f87d", "builds the shard groups"),
-    (
-        "megatron.core.model_parallel_config:resolve_tensor_parallel_weight_shards",
-        "0efa4a663dbace04",
-        "derives the shard group's size",
-    ),
-    (
-        "megatron.training.training:setup_model_and_optimizer",
-        "566575af25f10acc",
-        "configures the seam and shows it all model chunks at once",
-    ),
-    (
-        "megatron.core.full_cuda_graph:FullCudaGraphWrapper",
-        "035a5978b6c9733b",
-        "captures forward and backward passes and the end of their reductions in one graph",
-    ),
-    (
-        "megatron.core.full_cuda_graph:get_shared_capture_stream",
-        "77530b1eec2ca699",
-        "is the stream on which whole iterations are captured",
-    ),
-    (
-        "megatron.core.transformer.cuda_graphs:_CudaGraphRunner",
-        "6faf9f73643aa4c0",
-        "calls wait_async_comms at the end of each graph, and asks shards for their neighbours",
-    ),
-    (
-        "megatron.core.transformer.cuda_graphs:_CudagraphReplayNode",
-        "045bdbdab8f336d2",
-        "calls a shard's _grad_accum_hook behind a replay",
-    ),
-    (
-        "megatron.core.transformer.cuda_graphs:get_gtp_runner_streams",
-        "9400ce43ea240d72",
-        "names the streams that layers are replayed on",
-    ),
-    ("megatron.training.training:train_step", "275be60d0831f482", "reports the loss over all data"),
-    ("megatron.training.global_vars:set_global_variables", "3e26f317b89c7f92", "counts microbatches over all data"),
-)
+_CALLERS: Table = {
+    "megatron.core.tensor_parallel.gtp_api": {"": ("397c9ad291d8565c", "the names to replace")},
+    "megatron.core.tensor_parallel.layers": {
+        "VocabParallelEmbedding": ("176379dbe1bf98be", "cuts the embedding and gathers it in forward"),
+        "RowParallelLinear": ("d08e2c12b0e86e47", "cuts its weight when built"),
+        "LinearWithGradAccumulationAndAsyncCommunication": ("8ef62e685ce853b7", "gathers in forward and backward"),
+        "param_is_not_gtp_duplicate": ("35ed8dbc114c8f2f", "counts a shard's gradient norm once"),
+        "copy_gtp_attributes": ("4f764e90ef774045", "marks the optimizer's copies"),
+    },
+    "megatron.core.transformer.utils": {
+        "make_sharded_tensors_for_checkpoint": ("310e152a83325987", "asks the seam for the place of each shard")
+    },
+    "megatron.core.distributed.finalize_model_grads": {
+        "finalize_model_grads": ("018f8aa3f1b46fca", "waits for the seam before data-parallel reduction"),
+        "_allreduce_replicated_grads_over_gtp_remat_group": (
+            "07d9bfe476230404",
+            "averages replicated gradients over the shard group",
+        ),
+    },
+    "megatron.core.optimizer.optimizer": {
+        "_backfill_gtp_sharded_param_map": ("4754e2e0d747cde0", "finds a shard's optimizer state")
+    },
+    "megatron.core.optimizer.emerging_optimizers": {
+        "TensorParallelMuon": (
+            "53a2423addbcb326",
+            "orthogonalizes a matrix, and is replaced by a subclass with a step of its own",
+        ),
+        "_muon_config_to_kwargs": ("8a4eeda57fb39948", "gives that subclass its arguments"),
+    },
+    "megatron.core.parallel_state": {"initialize_model_parallel": ("9534561a0c23f87d", "builds the shard groups")},
+    "megatron.core.model_parallel_config": {
+        "resolve_tensor_parallel_weight_shards": ("0efa4a663dbace04", "derives the shard group's size")
+    },
+    "megatron.core.full_cuda_graph": {
+        "FullCudaGraphWrapper": (
+            "035a5978b6c9733b",
+            "captures forward and backward passes and the end of their reductions in one graph",
+        ),
+        "get_shared_capture_stream": ("77530b1eec2ca699", "is the stream on which whole iterations are captured"),
+    },
+    "megatron.core.transformer.cuda_graphs": {
+        "_CudaGraphRunner": (
+            "6faf9f73643aa4c0",
+            "calls wait_async_comms at the end of each graph, and asks shards for their neighbours",
+        ),
+        "_CudagraphReplayNode": ("045bdbdab8f336d2", "calls a shard's _grad_accum_hook behind a replay"),
+        "get_gtp_runner_streams": ("9400ce43ea240d72", "names the streams that layers are replayed on"),
+    },
+    "megatron.training.global_vars": {
+        "set_global_variables": ("3e26f317b89c7f92", "counts microbatches over all data")
+    },
+}
 
 
 def records() -> tuple[SourceRecord, ...]:

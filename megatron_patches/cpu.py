@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -21,7 +22,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -62,20 +63,6 @@ def prepare_environment() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-class _NotOnCpu(logging.Filter):
-    """Drops a warning that only applies to GPUs: here the random-state tracker forks the CPU generator."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
-
-
-def silence_random_state_warning() -> None:
-    """Suppress Megatron's warning in every forward pass that the CPU's random state is used."""
-    tracker_logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    if not any(isinstance(present, _NotOnCpu) for present in tracker_logger.filters):
-        tracker_logger.addFilter(_NotOnCpu())
-
-
 # Warnings about what only GPUs can use, and about a kind of model that Megatron imports in every run.
 _INAPPLICABLE = (
     "Apex is not installed.",
@@ -89,6 +76,9 @@ _INAPPLICABLE = (
 def silence_inapplicable_warnings() -> None:
     """Suppress warnings about what a CPU run does not use; those of ``warnings`` also in processes that it spawns."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+    # Here the random-state tracker forks the CPU's generator.
+    tracker = logging.getLogger("megatron.core.tensor_parallel.random")
+    tracker.addFilter(lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage())
     for beginning in _INAPPLICABLE:
         warnings.filterwarnings("ignore", re.escape(beginning))
         option = f"ignore:{beginning}"
@@ -108,15 +98,6 @@ class CpuStream:
     def __exit__(self, *_exc_info: object) -> None:
         return None
 
-    def wait_stream(self, _stream: object) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, _event: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def query(self) -> bool:
         """Whether all work is done: always."""
         return True
@@ -125,21 +106,17 @@ class CpuStream:
         """Return ``event``, or a new one; it is already complete."""
         return event if event is not None else CpuEvent()
 
+    def synchronize(self, _other: object = None) -> None:
+        """Nothing to wait for."""
+
+    wait_stream = wait_event = synchronize
+
 
 class CpuEvent:
     """An event that is always complete. Times are not measured: elapsed time is 0."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         return None
-
-    def record(self, _stream: object = None) -> None:
-        """Nothing to record."""
-
-    def wait(self, _stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def query(self) -> bool:
         """Whether the event is complete: always."""
@@ -148,6 +125,11 @@ class CpuEvent:
     def elapsed_time(self, _end: CpuEvent) -> float:
         """Milliseconds between two events: not measured on a CPU."""
         return 0.0
+
+    def synchronize(self, _stream: object = None) -> None:
+        """Nothing to record or to wait for."""
+
+    record = wait = synchronize
 
 
 def records() -> tuple[PatchRecord, ...]:
@@ -326,13 +308,6 @@ def _start_adam(distributed_optimizer: Any) -> None:
 
 
 def _megatron_records() -> tuple[PatchRecord, ...]:
-    def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **{**kwargs, "allow_no_cuda": True})
-
-        return replacement
-
     def as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
@@ -360,7 +335,7 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             target="megatron.training.initialize:initialize_megatron",
-            replace=allow_no_cuda,
+            replace=lambda original: functools.partial(original, allow_no_cuda=True),
             reason="pretrain() does not pass its allow_no_cuda on",
             sha256="c813ba71782bfc73",
         ),
@@ -384,7 +359,7 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
         ),
         PatchRecord(
             target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-            replace=_queue_in_process,
+            replace=lambda _original: lambda *_args, **_kwargs: queue.Queue(),
             reason="it spawns a process that imports the script and Megatron anew; without --async-save, threads write",
             sha256="fe7322bffa193a02",
         ),
@@ -424,13 +399,6 @@ def _attention_with_widths(original: Callable[..., None]) -> Callable[..., None]
     return replacement
 
 
-def _queue_in_process(_original: object) -> Callable[..., queue.Queue[object]]:
-    def replacement(*_args: object, **_kwargs: object) -> queue.Queue[object]:
-        return queue.Queue()
-
-    return replacement
-
-
 def _empty_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def replacement(self: Any, device: Any, init_fn: Callable[..., torch.Tensor] | None = None) -> None:
@@ -444,24 +412,15 @@ def _norm_for_sequence_parallelism(original: Callable[..., torch.nn.Module]) -> 
     def replacement(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if not config.sequence_parallel:
             return original(cls, config, *args, **kwargs)
-        with _attribute(config, "sequence_parallel", False):
-            norm = original(cls, config, *args, **kwargs)
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        norm = original(cls, without, *args, **kwargs)
         for parameter in norm.parameters():
             # Megatron sums the gradients of these parameters over the tensor-parallel ranks.
             setattr(parameter, "sequence_parallel", True)  # noqa: B010  # not an attribute that torch declares
         return norm
 
     return replacement
-
-
-@contextlib.contextmanager
-def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def required_arguments() -> dict[str, object]:

@@ -136,21 +136,56 @@ def _captures_any_number_of_tokens(args: argparse.Namespace) -> bool:
     return args.cuda_graph_impl == "local" and (not modules or routed)
 
 
+_FLAGS = {
+    "delay_wgrad_compute": "drop it: the weight gradient must exist when its reduce-scatter starts",
+    "defer_embedding_wgrad_compute": "drop it: the weight gradient must exist when its reduce-scatter starts",
+    "tp_comm_overlap": "drop it: it has never been run with sharded weights, and its kernels wait for other ranks on "
+    "the GPU, as gathers do, so they could block each other",
+    "moe_single_grouped_weight": "drop it: experts are sharded one weight at a time",
+    "use_transformer_engine_op_fuser": "drop it: fused operations read weights that nobody has gathered",
+    "cpu_offloading_num_layers": "use --recompute-granularity: offloading replaces the shards that layers save for "
+    "backward by plain tensors",
+    "use_grouped_gemm_for_shared_expert": "drop it: fused operations read weights that nobody has gathered",
+    "mtp_detach_heads": "drop it: the detached output weight is a shard that nobody can gather",
+    "qk_clip": "drop it: it scales the rows of a shard as if they were those of the whole weight",
+    "mla_down_proj_fusion": "drop it: its checkpoints divide the rows of a shard as if they were those of the whole "
+    "weight",
+    "moe_use_upcycling": "convert the checkpoint in a run without it first: experts are cut otherwise than the dense "
+    "weights they copy",
+    "use_megatron_fsdp": "choose one: both shard the same weights over the data-parallel ranks",
+    "use_torch_fsdp2": "choose one: both shard the same weights over the data-parallel ranks",
+    "distrib_optim_fully_reshardable_mem_efficient": "drop it: it does not know the shards' place in the full weight",
+    "ddp_average_in_collective": "drop it: its average leaves out the shard group",
+    "overlap_param_gather_with_optimizer_step": "drop it: megatron-core has it only for --ckpt-format torch, which "
+    "does not record where each shard lies",
+    "hybrid_context_parallel": "drop it: it spreads sequences over data-parallel ranks without regard to the shard "
+    "group",
+    "perform_rl_step": "push weights into vLLM with --refit-engines: Megatron's own inference reads weights that "
+    "nobody has gathered",
+    "data_parallel_random_init": "drop it: ranks of a shard group would draw different weights, and the broadcast from "
+    "one replica leaves them different",
+    "init_model_with_meta_device": "drop it: weights are cut as they are created",
+    "inprocess_restart": "restart the processes, with torchrun --max-restarts: the model of before the fault outlives "
+    "it in a process, and the next iteration would wait for its collectives",
+    "reuse_grad_buf_for_mxfp8_param_ag": "drop it: parameters stay in bf16, and are gathered in MXFP8 without it",
+    "fp8_output_proj": "drop it: the output layer gathers its weight in bf16",
+    "fp8_param_gather": "drop it: weights are gathered in FP8 without it, and stay in bf16 as parameters",
+    "fp4_param_gather": "drop it: weights are gathered in FP4 without it, and stay in bf16 as parameters",
+    "te_precision_config_file": "drop it, and train in bf16 or fp32: it can quantize layers without --fp8-format",
+    "kitchen_config_file": "drop it, and train in bf16 or fp32: its layers quantize without --fp8-format",
+    "save_wgrads_interval": "drop it: it would write one rank's shards of the gradients under the names of the whole "
+    "weights",
+    "save_params_interval": "use --save-interval: it would write one rank's shards under the names of the whole "
+    "weights",
+}
+"""Flags of Megatron that are refused wherever they are set, each with the alternative."""
+
 REFUSALS = (
+    *(Refusal(f"--{name.replace('_', '-')}", _is_set(name), way_out) for name, way_out in _FLAGS.items()),
     Refusal(
         "--vocab-size {vocab_size}",
         lambda args: (size := getattr(args, "vocab_size", None)) is not None and size < 1,
         "give the number of entries of the vocabulary, or leave it to the tokenizer",
-    ),
-    Refusal(
-        "--delay-wgrad-compute",
-        _is_set("delay_wgrad_compute"),
-        "drop it: the weight gradient must exist when its reduce-scatter starts",
-    ),
-    Refusal(
-        "--defer-embedding-wgrad-compute",
-        _is_set("defer_embedding_wgrad_compute"),
-        "drop it: the weight gradient must exist when its reduce-scatter starts",
     ),
     Refusal(
         "--overlap-dispatch-backward-with-experts-wgrad and sharded experts",
@@ -166,17 +201,6 @@ REFUSALS = (
         ),
         "drop --overlap-grad-reduce: each part of a layer has a backward pass of its own, and Megatron would count "
         "gradients whose reduction ends in the next as missing",
-    ),
-    Refusal(
-        "--tp-comm-overlap",
-        _is_set("tp_comm_overlap"),
-        "drop it: it has never been run with sharded weights, and its kernels wait for other ranks on the GPU, as "
-        "gathers do, so they could block each other",
-    ),
-    Refusal(
-        "--moe-single-grouped-weight",
-        _is_set("moe_single_grouped_weight"),
-        "drop it: experts are sharded one weight at a time",
     ),
     Refusal(
         f"{GROUPED_TENSOR_VARIABLE} in the environment and sharded experts",
@@ -199,24 +223,9 @@ REFUSALS = (
         "unset it, or set it to activations: of weights it is not implemented",
     ),
     Refusal(
-        "--use-transformer-engine-op-fuser",
-        _is_set("use_transformer_engine_op_fuser"),
-        "drop it: fused operations read weights that nobody has gathered",
-    ),
-    Refusal(
-        "--cpu-offloading-num-layers",
-        _is_set("cpu_offloading_num_layers"),
-        "use --recompute-granularity: offloading replaces the shards that layers save for backward by plain tensors",
-    ),
-    Refusal(
         "--offload-modules with sharded weights (qkv_linear, attn_proj, and expert_fc1 with --expert-etp-size)",
         _offloads_sharded_layers,
         "drop those modules: offloading replaces the shards that they save for backward by plain tensors",
-    ),
-    Refusal(
-        "--use-grouped-gemm-for-shared-expert",
-        _is_set("use_grouped_gemm_for_shared_expert"),
-        "drop it: fused operations read weights that nobody has gathered",
     ),
     Refusal(
         "--transformer-impl inference_optimized",
@@ -240,36 +249,6 @@ REFUSALS = (
         "of a later stage of the first one would stay zero",
     ),
     Refusal(
-        "--mtp-detach-heads",
-        _is_set("mtp_detach_heads"),
-        "drop it: the detached output weight is a shard that nobody can gather",
-    ),
-    Refusal(
-        "--qk-clip",
-        _is_set("qk_clip"),
-        "drop it: it scales the rows of a shard as if they were those of the whole weight",
-    ),
-    Refusal(
-        "--mla-down-proj-fusion",
-        _is_set("mla_down_proj_fusion"),
-        "drop it: its checkpoints divide the rows of a shard as if they were those of the whole weight",
-    ),
-    Refusal(
-        "--moe-use-upcycling",
-        _is_set("moe_use_upcycling"),
-        "convert the checkpoint in a run without it first: experts are cut otherwise than the dense weights they copy",
-    ),
-    Refusal(
-        "--use-megatron-fsdp",
-        _is_set("use_megatron_fsdp"),
-        "choose one: both shard the same weights over the data-parallel ranks",
-    ),
-    Refusal(
-        "--use-torch-fsdp2",
-        _is_set("use_torch_fsdp2"),
-        "choose one: both shard the same weights over the data-parallel ranks",
-    ),
-    Refusal(
         "--ckpt-format {ckpt_format}",
         lambda args: args.ckpt_format != "torch_dist",
         "use --ckpt-format torch_dist, which records where each shard lies",
@@ -284,21 +263,6 @@ REFUSALS = (
         "--non-persistent-ckpt-type local",
         lambda args: args.non_persistent_ckpt_type == "local",
         "use --non-persistent-ckpt-type global",
-    ),
-    Refusal(
-        "--distrib-optim-fully-reshardable-mem-efficient",
-        _is_set("distrib_optim_fully_reshardable_mem_efficient"),
-        "drop it: it does not know the shards' place in the full weight",
-    ),
-    Refusal(
-        "--ddp-average-in-collective",
-        _is_set("ddp_average_in_collective"),
-        "drop it: its average leaves out the shard group",
-    ),
-    Refusal(
-        "--overlap-param-gather-with-optimizer-step",
-        _is_set("overlap_param_gather_with_optimizer_step"),
-        "drop it: megatron-core has it only for --ckpt-format torch, which does not record where each shard lies",
     ),
     Refusal(
         "--num-distributed-optimizer-instances {num_distributed_optimizer_instances}",
@@ -317,36 +281,9 @@ REFUSALS = (
         "a model without experts",
     ),
     Refusal(
-        "--hybrid-context-parallel",
-        _is_set("hybrid_context_parallel"),
-        "drop it: it spreads sequences over data-parallel ranks without regard to the shard group",
-    ),
-    Refusal(
-        "--perform-rl-step",
-        _is_set("perform_rl_step"),
-        "push weights into vLLM with --refit-engines: Megatron's own inference reads weights that nobody has gathered",
-    ),
-    Refusal(
-        "--data-parallel-random-init",
-        _is_set("data_parallel_random_init"),
-        "drop it: ranks of a shard group would draw different weights, and the broadcast from one replica leaves them "
-        "different",
-    ),
-    Refusal(
-        "--init-model-with-meta-device",
-        _is_set("init_model_with_meta_device"),
-        "drop it: weights are cut as they are created",
-    ),
-    Refusal(
         "--use-cpu-initialization with --transformer-impl transformer_engine",
         lambda args: args.use_cpu_initialization and args.transformer_impl == "transformer_engine",
         "drop one: Transformer Engine's weights are filled after they were cut",
-    ),
-    Refusal(
-        "--inprocess-restart",
-        _is_set("inprocess_restart"),
-        "restart the processes, with torchrun --max-restarts: the model of before the fault outlives it in a process, "
-        "and the next iteration would wait for its collectives",
     ),
     Refusal(
         "--fp8-recipe {fp8_recipe}",
@@ -357,21 +294,6 @@ REFUSALS = (
         "--fp8-recipe mxfp8 on a GPU before Blackwell",
         lambda args: _fp8_recipe(args) == "mxfp8" and bool(too_old_for(MXFP8)),
         "use --fp8-recipe blockwise: below compute capability 10.0, Transformer Engine's quantization writes nothing",
-    ),
-    Refusal(
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
-        "drop it: parameters stay in bf16, and are gathered in MXFP8 without it",
-    ),
-    Refusal(
-        "--fp8-output-proj",
-        _is_set("fp8_output_proj"),
-        "drop it: the output layer gathers its weight in bf16",
-    ),
-    Refusal(
-        "--fp8-param-gather",
-        _is_set("fp8_param_gather"),
-        "drop it: weights are gathered in FP8 without it, and stay in bf16 as parameters",
     ),
     Refusal(
         "--fp8-format without Transformer Engine",
@@ -389,40 +311,15 @@ REFUSALS = (
         "use --fp4-recipe nvfp4: weights are gathered in FP4 with it",
     ),
     Refusal(
-        "--fp4-param-gather",
-        _is_set("fp4_param_gather"),
-        "drop it: weights are gathered in FP4 without it, and stay in bf16 as parameters",
-    ),
-    Refusal(
         "--fp4-format without Transformer Engine",
         lambda args: bool(_get(args, "fp4")) and _get(args, "transformer_impl") != "transformer_engine",
         "use --transformer-impl transformer_engine, which needs GPUs",
-    ),
-    Refusal(
-        "--te-precision-config-file",
-        _is_set("te_precision_config_file"),
-        "drop it, and train in bf16 or fp32: it can quantize layers without --fp8-format",
-    ),
-    Refusal(
-        "--kitchen-config-file",
-        _is_set("kitchen_config_file"),
-        "drop it, and train in bf16 or fp32: its layers quantize without --fp8-format",
     ),
     Refusal(
         "--kitchen-recipe-number",
         # 0 is a recipe.
         lambda args: _get(args, "kitchen_recipe_number") is not None,
         "drop it, and train in bf16 or fp32: its layers quantize without --fp8-format",
-    ),
-    Refusal(
-        "--save-wgrads-interval",
-        _is_set("save_wgrads_interval"),
-        "drop it: it would write one rank's shards of the gradients under the names of the whole weights",
-    ),
-    Refusal(
-        "--save-params-interval",
-        _is_set("save_params_interval"),
-        "use --save-interval: it would write one rank's shards under the names of the whole weights",
     ),
     Refusal(
         "--optimizer {optimizer}",

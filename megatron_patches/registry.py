@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from typing import Any
 MEGATRON_CORE_VERSION = "0.19.2"
 TRANSFORMER_ENGINE_MINIMUM = (2, 19)
 TRANSFORMER_ENGINE_BELOW = (2, 21)
-
-_MARK = "__megatron_patches_record__"
 
 
 class IncompatibleMegatronError(RuntimeError):
@@ -84,9 +82,17 @@ class SourceRecord(Target):
     signature: str | None = None
 
 
-def relied_upon(table: Iterable[tuple[str, str, str]]) -> tuple[SourceRecord, ...]:
-    """Source records without a signature, from rows of target, hash and reason."""
-    return tuple(SourceRecord(target=target, sha256=sha256, reason=reason) for target, sha256, reason in table)
+Table = Mapping[str, Mapping[str, tuple[str, str]]]
+"""For each module, and each definition in it ("" for the whole file), the hash of its source and what is relied on."""
+
+
+def relied_upon(table: Table) -> tuple[SourceRecord, ...]:
+    """Source records without a signature."""
+    return tuple(
+        SourceRecord(target=f"{module}:{name}" if name else module, sha256=sha256, reason=reason)
+        for module, definitions in table.items()
+        for name, (sha256, reason) in definitions.items()
+    )
 
 
 def source_digest(source: str) -> str:
@@ -161,13 +167,9 @@ def _find_definition(text: str, tree: ast.Module, qualified_name: str) -> Defini
             return None
         scope = named[part]
     signature = ast.unparse(scope.args) if isinstance(scope, ast.FunctionDef) else None
-    return Definition(_segment(text, scope), signature)
-
-
-def _segment(text: str, node: ast.AST) -> str:
-    # ast.get_source_segment splits the text at each call; it is slow on Megatron's longest files.
-    first, last = getattr(node, "lineno", 1), getattr(node, "end_lineno", None)
-    return "\n".join(text.split("\n")[first - 1 : last])
+    # Not ast.get_source_segment, which is slow on Megatron's longest files.
+    first, last = getattr(scope, "lineno", 1), getattr(scope, "end_lineno", None)
+    return Definition("\n".join(text.split("\n")[first - 1 : last]), signature)
 
 
 def megatron_core_version() -> str:
@@ -274,40 +276,20 @@ def _difference(record: PatchRecord | SourceRecord, found: Definition | None) ->
     return ""
 
 
-def install_records(records: Sequence[PatchRecord]) -> list[str]:
+def install_records(records: Iterable[PatchRecord]) -> None:
     """Replace every record's target, also where a loaded module holds the original under its own name.
 
-    A target that already carries its replacement is left alone, so that a second call changes nothing.
-
-    Returns:
-        The targets that were replaced by this call.
-
-    Raises:
-        ValueError: if two records have the same target: only one of them would take effect.
+    Called once in a process. No two records have the same target.
     """
-    reasons: dict[str, str] = {}
-    for record in records:
-        if record.target in reasons:
-            raise ValueError(
-                f"{record.target} has two patches ({reasons[record.target]!r} and {record.reason!r}); "
-                "merge them into one record"
-            )
-        reasons[record.target] = record.reason
     replaced: dict[int, tuple[Any, Any]] = {}
-    targets = []
     for record in records:
         owner, name = _owner(record)
         # The class's own entry, so that a staticmethod or classmethod keeps its wrapper.
         original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
-        if getattr(original, _MARK, None) == record.target:
-            continue
         replacement = record.replace(original)
-        setattr(replacement, _MARK, record.target)
         setattr(owner, name, replacement)
         replaced[id(original)] = (original, replacement)
-        targets.append(record.target)
     _rebind(replaced)
-    return targets
 
 
 def _owner(record: PatchRecord) -> tuple[Any, str]:

@@ -22,12 +22,16 @@ class MegatronShardedParam(ETPShardedParam):
     Attributes:
         is_gtp_weight_remat: Megatron's marker of a sharded weight.
         is_routed_expert: whether it is one of a grouped layer's experts.
+        is_qkv: whether it is a weight of query, key and value, for Muon.
+        qkv_split_shapes: rows of query, key and value in a query group of such a weight.
         knows_copies: False, because Megatron's checkpoints address rows of whole weights, and its optimizers compute
             with copies, which should be plain tensors.
     """
 
     is_gtp_weight_remat = True
     is_routed_expert = False
+    is_qkv: bool
+    qkv_split_shapes: list[int]
     knows_copies = False
 
     @property
@@ -74,10 +78,14 @@ class MegatronShardedParam(ETPShardedParam):
         weights = self.materialize()
         return weights[0] if len(weights) == 1 else weights
 
-    def wgrad_reduce_scatter(self, wgrad: torch.Tensor, nvtx_label: str | None = None) -> None:
-        """Start reducing the full gradient, ``[rows, columns]``; it arrives in ``main_grad`` or ``grad``."""
+    def wgrad_reduce_scatter(self, wgrad: torch.Tensor, nvtx_label: str | None = None) -> torch.Tensor | None:
+        """Start reducing the full gradient, ``[rows, columns]``; it arrives in ``main_grad`` or ``grad``.
+
+        Returns:
+            what to pass to autograd; see :meth:`etp.ETPShardedParam.reduce_wgrads`.
+        """
         del nvtx_label
-        self.reduce_wgrads([wgrad])
+        return self.reduce_wgrads([wgrad])[0]
 
     def register_grad_accum_hook(self, grad_accum_node: Any, hook: Callable[..., None]) -> None:
         """Call DistributedDataParallel's ``hook`` once this weight's gradient is in ``main_grad``."""
@@ -101,14 +109,9 @@ def shard_parameter(
         shard = MegatronShardedParam.from_full(param, group, pad_for_alignment)
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from error
-    _adopt_attributes(shard, param)
-    return shard
-
-
-def _adopt_attributes(shard: MegatronShardedParam, param: torch.nn.Parameter) -> None:
     # tensor_model_parallel, partition_dim, partition_stride, allreduce, sequence_parallel, shared_embedding, ...
-    for name, value in vars(param).items():
-        setattr(shard, name, value)
+    vars(shard).update(vars(param))
+    return shard
 
 
 class EmbeddingWeight(torch.autograd.Function):
@@ -124,6 +127,7 @@ class EmbeddingWeight(torch.autograd.Function):
         return full.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        """Reduce the table's gradient into the shard; autograd gets nothing."""
-        ctx.weight.reduce_wgrads([grads[0]])
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor | None:
+        """Reduce the table's gradient into the shard."""
+        found: torch.Tensor | None = ctx.weight.wgrad_reduce_scatter(grads[0])
+        return found

@@ -166,15 +166,12 @@ class WeightShardApi:
                     f"they must be multiples of {self._shard_multiple}; give --etp-pad-for-alignment "
                     f"{self._shard_multiple}"
                 )
-            self._register(module, name, shard, group)
+            module._parameters[name] = shard
+            shard.attach(self._unannounced_runtime(group), fqn)
+            shard.is_routed_expert = bool(is_grouped)
             shards.append(shard)
-        self._form_groups(shards, group, bool(is_grouped))
-
-    def _register(
-        self, module: torch.nn.Module, name: str, shard: MegatronShardedParam, group: dist.ProcessGroup
-    ) -> None:
-        module._parameters[name] = shard
-        shard.attach(self._unannounced_runtime(group), f"{type(module).__name__}.{name}")
+        for together in [shards] if is_grouped and shards else [[shard] for shard in shards]:
+            self._unannounced_runtime(group).add(WeightGroup(together, group))
 
     def _unannounced_runtime(self, group: dist.ProcessGroup) -> EtpRuntime:
         """The runtime of models that are never passed to classify_chains; it finishes with each backward pass.
@@ -188,15 +185,6 @@ class WeightShardApi:
             runtime = self._new_runtime(finish_with_backward=True)
             self._unannounced[group] = weakref.ref(runtime)
         return runtime
-
-    def _form_groups(self, shards: list[MegatronShardedParam], group: dist.ProcessGroup, is_grouped: bool) -> None:
-        if is_grouped and shards:
-            for shard in shards:
-                shard.is_routed_expert = True
-            self._unannounced_runtime(group).add(WeightGroup(shards, group))
-        else:
-            for shard in shards:
-                self._unannounced_runtime(group).add(WeightGroup([shard], group))
 
     def classify_chains(
         self,

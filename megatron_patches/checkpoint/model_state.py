@@ -16,34 +16,25 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from etp.layout import ShardLayout
 from megatron_patches.checkpoint.pieces import StackAxis, WeightPlacement, halves
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedBase
 
     from megatron_patches.checkpoint.sharded_rows import ShardedRows
+    from megatron_patches.sharded_weight import MegatronShardedParam
 
 ProcessGroup = torch.distributed.ProcessGroup
 Offsets = Iterable[tuple[int, int, int]]
 
 
-class ShardedParameter(torch.nn.Parameter):
-    """Attributes of a sharded parameter. For annotations only; the engine's parameters do not derive from it."""
-
-    layout: ShardLayout  # type: ignore[assignment]  # hides torch.Tensor.layout, as the engine does
-    group: ProcessGroup
-    is_qkv: bool
-    qkv_split_shapes: list[int]
-
-
-def is_sharded(tensor: object) -> TypeGuard[ShardedParameter]:
+def is_sharded(tensor: object) -> TypeGuard[MegatronShardedParam]:
     """Whether ``tensor`` is a parameter of which this rank holds one shard."""
     return bool(getattr(tensor, "is_gtp_weight_remat", False))
 
 
 def sharded_rows_entry(
-    parameter: ShardedParameter,
+    parameter: MegatronShardedParam,
     key: str,
     tp_axis: int | None = 0,
     replica_id: ReplicaId | None = None,
@@ -148,8 +139,6 @@ def wrap_apply_swiglu_factory(original: Callable[..., ShardedBase]) -> Callable[
     ) -> ShardedBase:
         if not isinstance(original_sh_ten, ShardedRows):
             return original(original_sh_ten, sharded_offsets, singleton_local_shards, **kwargs)
-        if original_sh_ten.placement is None:
-            raise ValueError(f"{original_sh_ten.key}: a shard needs a placement")
         suffixes = ("_w", "_v") if singleton_local_shards else ("", "")
         return original_sh_ten.with_parts(halves(original_sh_ten.placement.layout, suffixes))
 

@@ -31,7 +31,16 @@ def wrap_distributed_optimizer_state(original: Callable[..., Any]) -> Callable[.
     ) -> Any:
         asked = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
         if asked != _RESHARDABLE and any(is_sharded(p) for chunk in self.model_chunks for p in chunk.parameters()):
-            raise ValueError(_loading_refused(asked) if is_loading else _saving_refused(asked))
+            if is_loading:
+                raise ValueError(
+                    f"the checkpoint's optimizer state has the layout {asked!r}, which cannot be loaded with "
+                    "--etp-size > 1; save it again with --dist-ckpt-optim-fully-reshardable, or start a new optimizer "
+                    "with --no-load-optim"
+                )
+            raise ValueError(
+                f"optimizer state in the layout {asked!r} cannot be saved with --etp-size > 1: it would hold the "
+                "shards' padding; add --dist-ckpt-optim-fully-reshardable"
+            )
         return original(self, model_sharded_state_dict, is_loading, sharding_type, metadata)
 
     return sharded_state_dict
@@ -89,17 +98,3 @@ def _start_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> No
     for group in optimizer.param_groups:
         for param in group["params"] if group["momentum"] else ():
             optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param.data))
-
-
-def _saving_refused(asked: str) -> str:
-    return (
-        f"optimizer state in the layout {asked!r} cannot be saved with --etp-size > 1: it would hold the shards' "
-        "padding; add --dist-ckpt-optim-fully-reshardable"
-    )
-
-
-def _loading_refused(asked: str) -> str:
-    return (
-        f"the checkpoint's optimizer state has the layout {asked!r}, which cannot be loaded with --etp-size > 1; save "
-        "it again with --dist-ckpt-optim-fully-reshardable, or start a new optimizer with --no-load-optim"
-    )

@@ -20,16 +20,6 @@ _Offsets = Iterable[tuple[int, int, int]]
 StateDict = Callable[..., dict[str, Any]]
 
 
-def wrap_mixer_state(original: StateDict) -> StateDict:
-    """For ``megatron.core.ssm.mamba_mixer.MambaMixer.sharded_state_dict``."""
-    return _wrap(original, _parts_of_mixer)
-
-
-def wrap_delta_rule_state(original: StateDict) -> StateDict:
-    """For ``megatron.core.ssm.gated_delta_net.common._GDNBase.sharded_state_dict``."""
-    return _wrap(original, _parts_of_delta_rule)
-
-
 def _wrap(original: StateDict, parts_of: Callable[[Any], tuple[Part, ...]]) -> StateDict:
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
 
@@ -84,3 +74,10 @@ class _Unsharded(torch.nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(rows, 1, device="meta"))
+
+
+wrap_mixer_state = functools.partial(_wrap, parts_of=_parts_of_mixer)
+"""For ``megatron.core.ssm.mamba_mixer.MambaMixer.sharded_state_dict``."""
+
+wrap_delta_rule_state = functools.partial(_wrap, parts_of=_parts_of_delta_rule)
+"""For ``megatron.core.ssm.gated_delta_net.common._GDNBase.sharded_state_dict``."""

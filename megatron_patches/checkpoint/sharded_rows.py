@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -51,23 +51,22 @@ class ShardedRows(ShardedTensorFactory):
             differently); missing rows are loaded as zeros. Megatron sets this attribute.
 
     Raises:
-        ValueError: if there is no placement, or ``data`` does not have the shape of a shard.
+        ValueError: if ``data`` does not have the shape of a shard.
     """
 
     build_fn: FactoryBuildFn = _refuse_direct_build
     merge_fn: FactoryMergeFn | None = None
-    placement: WeightPlacement | None = None
+    placement: WeightPlacement = field(kw_only=True)
     allow_shape_mismatch: bool = False
 
     def __post_init__(self) -> None:
-        placement = _placement(self)
-        if self.data is not None and tuple(self.data.shape) != placement.shard_shape:
+        if self.data is not None and tuple(self.data.shape) != self.placement.shard_shape:
             raise ValueError(
                 f"{self.key}: a shard of shape {tuple(self.data.shape)} does not fit its layout, "
-                f"which gives {placement.shard_shape}"
+                f"which gives {self.placement.shard_shape}"
             )
         # Not a bound method: it would keep ``data`` alive while the checkpoint loads.
-        self.merge_fn = functools.partial(merge_pieces, placement=placement)
+        self.merge_fn = functools.partial(merge_pieces, placement=self.placement)
 
     @torch.no_grad()
     def build(self) -> list[ShardedTensor]:
@@ -85,15 +84,14 @@ class ShardedRows(ShardedTensorFactory):
                 f"{self.key}: elements {self.flattened_range} of a shard cannot be stored by themselves; "
                 "save the distributed optimizer with --dist-ckpt-optim-fully-reshardable"
             )
-        placement = _placement(self)
-        pieces = placement.pieces()
+        pieces = self.placement.pieces()
         if not pieces:
-            return [self._tensor(placement.no_piece(), _NEVER_WRITTEN)]
+            return [self._tensor(self.placement.no_piece(), _NEVER_WRITTEN)]
         return [self._tensor(piece, self.replica_id) for piece in pieces]
 
     def with_parts(self, parts: tuple[Part, ...]) -> ShardedRows:
         """The same shard, of a weight that tensor parallelism splits part by part."""
-        return replace(self, placement=replace(_placement(self), parts=parts))
+        return replace(self, placement=replace(self.placement, parts=parts))
 
     def _tensor(self, piece: ShardPiece, replica_id: ReplicaId) -> ShardedTensor:
         return ShardedTensor(
@@ -145,9 +143,3 @@ def wrap_apply_factory_merges(original: Callable[..., Any]) -> Callable[..., Any
         return original(x1, x2, key)
 
     return apply_factory_merges
-
-
-def _placement(entry: ShardedRows) -> WeightPlacement:
-    if entry.placement is None:
-        raise ValueError(f"{entry.key}: a shard needs a placement")
-    return entry.placement

@@ -70,13 +70,6 @@ def find_problem(directory: str | os.PathLike[str]) -> str | None:
     return f"checkpoint {root}: {problem}; {_WAY_OUT}" if problem else None
 
 
-def find_format_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Like :func:`find_problem`, for the directory and its ``metadata.json`` only."""
-    root = Path(directory)
-    problem = _directory_problem(root)
-    return f"checkpoint {root}: {problem}; {_WAY_OUT}" if problem else None
-
-
 def _directory_problem(root: Path) -> str | None:
     if not root.is_dir():
         return "the directory is missing"
@@ -202,9 +195,9 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
             legacy = root.is_dir() and any(entry.name.startswith("mp_rank_") for entry in root.iterdir())
             if legacy and _is_sharded(args):
                 raise CheckpointingException(f"checkpoint {root}: {_OLD_FORMAT}")
-            problem = None if legacy else find_format_problem(root)
+            problem = None if legacy else _directory_problem(root)
             if problem:
-                raise IncompleteCheckpointError(problem)
+                raise IncompleteCheckpointError(f"checkpoint {root}: {problem}; {_WAY_OUT}")
         return original(checkpoint_name, args)
 
     return get_checkpoint_format

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from etp.runtime import EtpRuntime
+from etp.wrap import runtimes_of
 from megatron_patches.registry import PatchRecord
 from megatron_patches.weight_shard_api import join_replays
 
@@ -25,7 +25,7 @@ from megatron_patches.weight_shard_api import join_replays
 def _replace(start_grad_sync: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(start_grad_sync)
     def replacement(self: Any, *unused: Any) -> None:
-        runtimes = _runtimes(self)
+        runtimes = runtimes_of(self.module)
         if runtimes:
             join_replays()
         with _nothing_counted(self.bucket_groups + self.expert_parallel_bucket_groups):
@@ -34,12 +34,6 @@ def _replace(start_grad_sync: Callable[..., None]) -> Callable[..., None]:
         start_grad_sync(self, *unused)
 
     return replacement
-
-
-def _runtimes(chunk: Any) -> list[EtpRuntime]:
-    """The runtimes of a model chunk's shards, in the order of its parameters, which is the same on all ranks."""
-    drivers = (p.driver for p in chunk.module.parameters() if getattr(p, "is_gtp_weight_remat", False))
-    return list({id(driver): driver for driver in drivers}.values())
 
 
 @contextmanager

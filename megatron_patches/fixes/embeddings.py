@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron_patches.checkpoint.model_state import is_sharded
 from megatron_patches.registry import PatchRecord
 
 
@@ -27,7 +28,7 @@ def _replace(forward: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(
         self: Any, input_: torch.Tensor, weight: Any = None, runtime_gather_output: bool | None = None
     ) -> Any:
-        if weight is None or not getattr(weight, "is_gtp_weight_remat", False):
+        if not is_sharded(weight):
             return forward(self, input_, weight, runtime_gather_output)
         expected = (self.output_size_per_partition, self.input_size)
         if tuple(weight.layout.shape) != expected:

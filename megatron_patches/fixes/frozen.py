@@ -8,6 +8,7 @@ that another layer has gathered there since. With this fix, the shard is saved, 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -46,39 +47,18 @@ class FrozenShardedLinear(torch.autograd.Function):
 
 def _replace(linear_with_frozen_weight: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(linear_with_frozen_weight)
-    def replacement(  # noqa: PLR0913, PLR0917  # the signature is Megatron's
-        input: torch.Tensor,  # noqa: A002
-        weight: Any,
-        bias: torch.Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: torch.distributed.ProcessGroup | None,
-        grad_output_buffer: list[torch.Tensor] | None = None,
-        wgrad_deferral_limit: None = None,
-        gtp_remat_size: int = 1,
-    ) -> torch.Tensor:
+    def replacement(*args: Any, gtp_remat_size: int = 1, **kwargs: Any) -> torch.Tensor:
         if gtp_remat_size == 1:
-            return linear_with_frozen_weight(
-                input,
-                weight,
-                bias,
-                gradient_accumulation_fusion,
-                allreduce_dgrad,
-                sequence_parallel,
-                tp_group,
-                grad_output_buffer,
-                wgrad_deferral_limit,
-            )
+            return linear_with_frozen_weight(*args, **kwargs)
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
         from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-        group = get_tensor_model_parallel_group_if_none(tp_group)
-        if sequence_parallel:
-            whole = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
-        else:
-            whole = input
-        output: torch.Tensor = FrozenShardedLinear.apply(whole, weight, bias, group if allreduce_dgrad else None)
+        given = inspect.signature(linear_with_frozen_weight).bind(*args, **kwargs).arguments
+        whole, group = given["input"], get_tensor_model_parallel_group_if_none(given["tp_group"])
+        if given["sequence_parallel"]:
+            whole = gather_from_sequence_parallel_region(whole, tensor_parallel_output_grad=True, group=group)
+        summed_over = group if given["allreduce_dgrad"] else None
+        output: torch.Tensor = FrozenShardedLinear.apply(whole, given["weight"], given["bias"], summed_over)
         return output
 
     return replacement

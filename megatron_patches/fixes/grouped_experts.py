@@ -78,7 +78,7 @@ def _replace(make: Callable[..., Callable[..., None]]) -> Callable[..., Callable
     @functools.wraps(make)
     def replacement(self: Any, param: Any) -> Callable[..., None]:
         hook = make(self, param)
-        if not getattr(param, "is_routed_expert", False) or not getattr(param, "is_gtp_weight_remat", False):
+        if not getattr(param, "is_routed_expert", False):
             return hook
         layers: dict[WeightGroup, GroupReady] = vars(self).setdefault(_HOOKS, {})
         group = param.weight_group

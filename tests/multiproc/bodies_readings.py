@@ -75,7 +75,7 @@ def rows_and_columns(rank: int, world_size: int, shim: str, format_: ApartFormat
                 compared += _compare(format_, tensor, whole, columns=columns)
     (gathered, gathers) = (sum(each.values()) for each in (runtime.counters.gather_bytes, runtime.counters.gathers))
     assert gathers >= 3 * len(ORDER) - 3, "one visit in a pass may find what it reads"
-    assert 0 < gathered <= gathers * max(group.nbytes for group in runtime.groups)
+    assert 0 < gathered <= gathers * max(group.spec.nbytes for group in runtime.groups)
     return compared
 
 

@@ -99,18 +99,17 @@ class TestLatentYarn:
 
 
 class TestAlignedGradSync:
-    def test_shards_have_their_gradients_before_replicas_reduce_them_and_none_is_counted(self) -> None:
-        """Two weights of one runtime and one of another, which wait once each, and one that is not sharded."""
+    def test_shards_have_their_gradients_before_replicas_reduce_them_and_none_is_counted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         bucket_group = types.SimpleNamespace(is_last_microbatch=True)
         happened: list[tuple[str, bool]] = []
 
         def runtime(name: str) -> types.SimpleNamespace:
             return types.SimpleNamespace(wait=lambda: happened.append((name, bucket_group.is_last_microbatch)))
 
-        first, second = runtime("first"), runtime("second")
-        weights = [types.SimpleNamespace(is_gtp_weight_remat=True, driver=driver) for driver in (first, second, first)]
-        module = types.SimpleNamespace(parameters=lambda: iter([*weights, types.SimpleNamespace()]))
-        chunk = types.SimpleNamespace(module=module, bucket_groups=[bucket_group], expert_parallel_bucket_groups=[])
+        chunk = types.SimpleNamespace(module=None, bucket_groups=[bucket_group], expert_parallel_bucket_groups=[])
+        monkeypatch.setattr(aligned_grad_sync, "runtimes_of", lambda _module: [runtime("first"), runtime("second")])
 
         def start(_self: object, *_unused: object) -> None:
             happened.append(("start", bucket_group.is_last_microbatch))
@@ -340,7 +339,7 @@ class TestFrozen:
 
         replacement = frozen.RECORD.replace(original)
         assert replacement(1, 2, 3, False, True, False, None, gtp_remat_size=1) == "stock"
-        assert calls == [(1, 2, 3, False, True, False, None, None, None)]
+        assert calls == [(1, 2, 3, False, True, False, None)]
 
 
 class TestFusedAccumulation:

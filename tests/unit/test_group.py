@@ -102,7 +102,7 @@ def test_a_gather_goes_through_its_states_and_hands_out_logical_views(world: dis
     shards = [shard_named("a"), shard_named("b", requires_grad=False)]
     group, transport = WeightGroup(shards, world), Copies()
     group.attach(BufferCache(1, 0))
-    assert (group.name, group.size, group.nbytes) == ("a (+1)", RANKS, 2 * 12 * 3 * 4)
+    assert (group.name, group.size, group.spec.nbytes) == ("a (+1)", RANKS, 2 * 12 * 3 * 4)
     gather(group, transport)
     assert group.pending
     assert transport.joined == []

@@ -7,24 +7,9 @@ import types
 
 import pytest
 
-from megatron_patches import seam
+from megatron_patches import contract, seam
 from megatron_patches.arguments import MegatronEtpConfig
 from megatron_patches.weight_shard_api import WeightShardApi
-
-
-class Api:
-    """An implementation whose names are all distinct objects."""
-
-    def __init__(self, *missing: str) -> None:
-        self.module = types.ModuleType(seam.SEAM)
-        for name in set(seam.SEAM_NAMES) - set(missing):
-            setattr(self.module, name, object())
-
-    def as_module(self) -> types.ModuleType:
-        return self.module
-
-    def configure(self, config: MegatronEtpConfig) -> None:
-        """Not called here."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +25,10 @@ def test_megatrons_own_module_is_not_an_implementation() -> None:
 
 
 def test_an_import_after_installation_finds_it() -> None:
-    api = Api()
+    api = WeightShardApi(MegatronEtpConfig())
     seam.install_api(api)
     assert seam.installed_api() is api
-    assert sys.modules[seam.SEAM] is api.module
+    assert sys.modules[seam.SEAM].wait_async_comms == api.wait_async_comms
 
 
 def test_modules_that_imported_its_names_before_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,21 +36,18 @@ def test_modules_that_imported_its_names_before_are_told(monkeypatch: pytest.Mon
     package.gtp_api = user.HAVE_GTP = user.is_gtp_param = user.unrelated = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel", package)
     monkeypatch.setitem(sys.modules, "megatron.core.ssm.mamba_mixer", user)
-    api = Api()
-    seam.install_api(api)
-    assert package.gtp_api is api.module
-    assert user.HAVE_GTP is api.module.HAVE_GTP
-    assert user.is_gtp_param is api.module.is_gtp_param
+    seam.install_api(WeightShardApi(MegatronEtpConfig()))
+    module = sys.modules[seam.SEAM]
+    assert package.gtp_api is module
+    assert user.HAVE_GTP is True
+    assert user.is_gtp_param is module.is_gtp_param
     assert user.unrelated is None
+    assert not hasattr(user, "wait_async_comms")
 
 
-def test_a_name_that_is_missing_is_an_error() -> None:
-    with pytest.raises(AttributeError, match="lacks is_gtp_param, wait_async_comms"):
-        seam.install_api(Api("wait_async_comms", "is_gtp_param"))
-
-
-@pytest.mark.filterwarnings("ignore")  # Megatron warns, on import, of what is not installed
-def test_our_implementation_has_every_name() -> None:
+def test_it_has_every_name_that_megatron_imports() -> None:
+    engine = "megatron.core.tensor_parallel.generalized_tensor_parallelism"
+    names = {record.qualified_name for record in contract.records() if record.module == engine}
     module = WeightShardApi(MegatronEtpConfig()).as_module()
-    assert [name for name in seam.SEAM_NAMES if not hasattr(module, name)] == []
-    assert module.HAVE_GTP is True
+    assert set(module.__all__) == {"HAVE_GTP", *names}
+    assert len(names) == 16

@@ -48,6 +48,36 @@ def test_an_embeddings_gradient_survives_hooks_on_saved_tensors(
     assert not shard.grad[10:].any()
 
 
+class _Linear(torch.autograd.Function):
+    """Gathers and reduces as ``LinearWithGradAccumulationAndAsyncCommunication`` of Megatron does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shard: Any) -> torch.Tensor:
+        ctx.saved = x, shard
+        return torch.nn.functional.linear(x, shard.all_gather_and_prefetch(fwd=True))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, Any]:
+        x, shard = ctx.saved
+        return None, shard.wgrad_reduce_scatter(grad.t().mm(x))
+
+
+@pytest.mark.parametrize("kind", ["embedding", "linear"])
+def test_gradients_that_autograd_returns_are_those_of_the_whole_weight(world: dist.ProcessGroup, kind: str) -> None:
+    weight, x, tokens = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4), torch.tensor([5, 0, 5])
+    shard: Any = MegatronShardedParam.from_full(weight, world, 4)
+    shard.attach(runtime := EtpRuntime(), "weight")
+    runtime.add(WeightGroup([shard], world))
+    out = _Linear.apply(x, shard) if kind == "linear" else EmbeddingWeight.apply(shard)[tokens]
+    expected = torch.nn.functional.linear(x, weight) if kind == "linear" else weight[tokens]
+    upstream = torch.randn(expected.shape)
+    (found,) = torch.autograd.grad(out, [shard], upstream)
+    assert torch.equal(found[:6], *torch.autograd.grad(expected, [weight], upstream))
+    assert tuple(found.shape) == (8, 4)
+    assert not found[6:].any()
+    assert shard.grad is None
+
+
 def test_the_gradient_of_a_penalty_reaches_main_grad(world: dist.ProcessGroup) -> None:
     """Megatron's hook drops what autograd leaves in grad, as part of what is in main_grad already."""
     weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4)

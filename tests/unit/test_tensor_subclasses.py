@@ -41,5 +41,4 @@ def test_there_are_no_more_tensor_subclasses_and_each_is_explained() -> None:
 
 def test_megatron_adds_attributes_to_one_of_them() -> None:
     derived = {name for name, of in _bases("megatron_patches").items() if of & {*BASES_OF_TORCH, "ETPShardedParam"}}
-    # The other one is for annotations.
-    assert derived == {"MegatronShardedParam", "ShardedParameter"}
+    assert derived == {"MegatronShardedParam"}
