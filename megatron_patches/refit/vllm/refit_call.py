@@ -32,8 +32,8 @@ class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         trainers: addresses to which workers may connect when a trainer asks them to: IP addresses, networks such as
-            ``10.0.0.0/24``, or names as trainers give them (``--refit-host``), each with an optional ``:PORT``. None
-            allows any trainer that has shown the secret.
+            ``10.0.0.0/24``, or names as trainers give them (``--refit-host``). None allows any trainer that has shown
+            the secret.
         unguarded: whether workers join trainers although the server runs without
             :class:`megatron_patches.refit.vllm.guard.RefitGuard`, so that any client that reaches it can make them.
         nics: which network interfaces this engine's workers may use for the transport ``nixl``; see
@@ -44,16 +44,16 @@ class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
     unguarded: bool = False
     nics: str = AUTO_NICS
 
-    def check_trainer(self, host: str, port: int) -> None:
+    def check_trainer(self, host: str) -> None:
         """Refuses a trainer's address that is not allowed.
 
         Raises:
             RefitError: with the address.
         """
-        if self.trainers is not None and not any(_allows(entry, host, port) for entry in self.trainers):
+        if self.trainers is not None and not any(_allows(entry, host) for entry in self.trainers):
             raise RefitError(
-                f"asked to connect to a trainer at {host}:{port}, which is not among those that this engine was "
-                f"started with ({', '.join(self.trainers) or 'none'}); add it to the trainers in --additional-config "
+                f"asked to connect to a trainer at {host}, which is not among those that this engine was started with "
+                f"({', '.join(self.trainers) or 'none'}); add it to the trainers in --additional-config "
                 f'\'{{"{SECTION}": {{"trainers": [...]}}}}\''
             )
 
@@ -75,10 +75,8 @@ def settings_of(additional_config: Any) -> EngineSettings:
     return settings
 
 
-def _allows(entry: str, host: str, port: int) -> bool:
-    allowed, only_port = _parsed(entry)
-    if only_port is not None and only_port != port:
-        return False
+def _allows(entry: str, host: str) -> bool:
+    allowed = _parsed(entry)
     if isinstance(allowed, str):
         return allowed == host.lower()
     try:
@@ -87,34 +85,22 @@ def _allows(entry: str, host: str, port: int) -> bool:
         return False
 
 
-def _parsed(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network | str, int | None]:
-    """A network or a name, and the only port that is allowed, if one is given.
+def _parsed(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | str:
+    """A network or a name.
 
     Raises:
         ValueError: if the entry is neither.
     """
-    host, port = entry, None
-    if entry.startswith("[") and "]" in entry:  # [::1]:8000
-        host, _, rest = entry[1:].partition("]")
-        if rest:
-            port = _port(entry, rest.removeprefix(":"))
-    elif entry.count(":") == 1:
-        host, _, text = entry.partition(":")
-        port = _port(entry, text)
-    if not re.fullmatch(r"[0-9A-Za-z.:%_/-]+", host):
-        raise ValueError(f"trainer {entry!r} must be like 10.0.0.5, 10.0.0.0/24, trainer-0 or 10.0.0.5:29600")
     try:
-        return ipaddress.ip_network(host), port
+        return ipaddress.ip_network(entry)
     except ValueError:
-        if "/" in host:
+        if "/" in entry:
             raise
-        return host.lower(), port
-
-
-def _port(entry: str, text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise ValueError(f"trainer {entry!r} has no port but {text!r}")
-    return int(text)
+    if not re.fullmatch(r"[0-9A-Za-z._-]+|[0-9A-Fa-f:]+%[0-9A-Za-z._-]+", entry):
+        raise ValueError(
+            f"trainer {entry!r} must be like 10.0.0.5, 10.0.0.0/24 or trainer-0; trainers choose their ports"
+        )
+    return entry.lower()
 
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
