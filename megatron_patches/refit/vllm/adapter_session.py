@@ -63,7 +63,6 @@ class AdapterSession:
 
     Raises:
         RefitError: if the rendezvous cannot be reached.
-        ValueError: if the call has values that this worker does not know.
     """
 
     def __init__(self, call: RefitCall, serving: ServingModel, files: AdapterFiles, log: StateLog) -> None:

@@ -17,7 +17,7 @@ from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S, Invitatio
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
-from megatron_patches.refit.transports.base import AUTO, named_transport
+from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.nics import AUTO_NICS, parse_nics
 
 SECTION = "etp"
@@ -119,7 +119,7 @@ class RefitCall(WeightTransferInitInfo):
         timeout_s: as ``host``: seconds that one step may take after its first party has finished.
         sources: as ``host``: number of sources, such as trainer ranks; the parties with the first numbers. Workers of
             the receiving engine follow.
-        transport: as ``host``: name of the transport, or ``auto``.
+        transport: as ``host``: the transport; None for the fastest that reaches all parties.
         staging_bytes: as ``host``: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         lease_s: as ``host``: seconds without a message of the trainer after which the worker gives up its step.
         memory: as ``host``: where versions are received; see
@@ -143,10 +143,10 @@ class RefitCall(WeightTransferInitInfo):
     timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
     lease_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
     sources: Count = 0
-    transport: Annotated[str, Meta(max_length=32)] = AUTO
+    transport: TransportName | None = None
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
-    memory: Annotated[str, Meta(max_length=32)] = MemoryMode.BESIDE.value
-    payload: Annotated[str, Meta(max_length=32)] = PayloadKind.WHOLE.value
+    memory: MemoryMode = MemoryMode.BESIDE
+    payload: PayloadKind = PayloadKind.WHOLE
     key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     first: Count = 0
     version: Annotated[int, Meta(ge=0)] = 0
@@ -177,16 +177,13 @@ class RefitCall(WeightTransferInitInfo):
 
         Args:
             config: vLLM's configuration, with the operator's settings.
-
-        Raises:
-            ValueError: if the call has values that this worker does not know.
         """
         return LinkOptions(
-            transport=named_transport(self.transport),
+            transport=self.transport,
             staging_bytes=self.staging_bytes,
             sources=self.sources,
-            memory=MemoryMode(self.memory),
-            payload=PayloadKind(self.payload),
+            memory=self.memory,
+            payload=self.payload,
             nics=settings_of(config.additional_config).nics,
         )
 

@@ -377,7 +377,11 @@ class AdapterParty:
 
 
 def adapter_session(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, party: AdapterParty, timeout_s: float = 10.0, memory: str = "beside"
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    party: AdapterParty,
+    timeout_s: float = 10.0,
+    memory: MemoryMode = MemoryMode.BESIDE,
 ) -> AdapterSession:
     from megatron_patches.refit.vllm import adapter_session, all_or_none
     from megatron_patches.refit.vllm.adapter_files import AdapterFiles, tensors_of_peft
@@ -430,7 +434,7 @@ def test_a_worker_cuts_an_adapter_into_the_loads_that_its_trainer_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     party = AdapterParty()
-    session = adapter_session(monkeypatch, tmp_path, party, memory="in_place")  # which means nothing else here
+    session = adapter_session(monkeypatch, tmp_path, party, memory=MemoryMode.IN_PLACE)  # which means nothing else here
     assert party.memory is MemoryMode.IN_PLACE
     session.end()
 
