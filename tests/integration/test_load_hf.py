@@ -229,7 +229,7 @@ REFUSED = (
     Refused("missing", "model.layers.3.mlp.down_proj.weight is missing in"),
     Refused("extra", "lm_head.bias is unexpected in"),
     Refused("shape", "model.norm.weight in"),
-    Refused("layers", "num_hidden_layers is 3 in config.json and 4 in this run (--num-layers)"),
+    Refused("layers", "num_hidden_layers is 3 in config.json and 4 in this run"),
     Refused("tokens", "vocab_size is 36 in config.json, and the run's tokenizer has 37 tokens"),
     Refused("rows", "vocab_size is 41 in config.json, and the model's embedding has 40 rows; pass --padded-vocab-size"),
     Refused("integers", "model.norm.weight is int32; only float32, bfloat16, float16 and block FP8"),

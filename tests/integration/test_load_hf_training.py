@@ -87,7 +87,7 @@ def ends(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple[object
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        ("--norm-epsilon 1e-6", 1, "rms_norm_eps is 1e-05 in config.json and 1e-06 in this run (--norm-epsilon)"),
+        ("--norm-epsilon 1e-6", 1, "rms_norm_eps is 1e-05 in config.json and 1e-06 in this run"),
         ("--vocab-size 252", 1, "vocab_size is 250 in config.json, and the run's tokenizer has 252 tokens"),
         (
             "--load-hf /nowhere",

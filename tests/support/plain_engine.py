@@ -26,15 +26,14 @@ from megatron_patches.refit.control.messages import Invitation, Model
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.layout.manifest import Manifest
-from megatron_patches.refit.memory.delta import Base, PayloadKind
+from megatron_patches.refit.memory.delta import Base
 from megatron_patches.refit.memory.ports import Bits
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
-from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.planning.tensors import fold_tensors
 from megatron_patches.refit.trainer.engine_client import Joined, PauseMode
-from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.transports.nics import AUTO_NICS
 from tests.support.prepared import template_of, torch_alone
 from tests.support.template import Process
@@ -159,7 +158,7 @@ class Engine:
             self._finish()
             self._party.close()
         invitation = Invitation(call["host"], call["port"], call["token"], call["timeout_s"])
-        options = replace(_links(call, self._nics), payload=PayloadKind(call["payload"]))
+        options = replace(_links(call, self._nics), payload=call["payload"])
         self._base = None
         party = DestinationParty(Assembly(invitation, call["sources"], "engine worker 0"), options)
         self._party = party
@@ -293,10 +292,10 @@ class Engine:
 
 def _links(call: dict[str, Any], nics: str) -> LinkOptions:
     return LinkOptions(
-        transport=named_transport(call["transport"]),
+        transport=call["transport"],
         staging_bytes=call["staging_bytes"],
         sources=call["sources"],
-        memory=MemoryMode(call["memory"]),
+        memory=call["memory"],
         nics=nics,
     )
 

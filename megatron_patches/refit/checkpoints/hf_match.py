@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from megatron_patches.refit.checkpoints.hf_blocks import check_blocks
 from megatron_patches.refit.checkpoints.hf_files import HuggingFaceFiles
@@ -17,54 +16,6 @@ from megatron_patches.refit.layout.weight_format import is_block_fp8
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.models.family import ModelFamily
 
-FIELD_FLAGS: Mapping[str, str] = MappingProxyType(
-    {
-        "num_hidden_layers": "--num-layers",
-        "hidden_size": "--hidden-size",
-        "intermediate_size": "--ffn-hidden-size",
-        "num_attention_heads": "--num-attention-heads",
-        "num_key_value_heads": "--group-query-attention --num-query-groups",
-        "head_dim": "--kv-channels",
-        "rms_norm_eps": "--norm-epsilon",
-        "layer_norm_epsilon": "--norm-epsilon",
-        "rope_theta": "--rotary-base",
-        "rope_scaling": "--use-rope-scaling --rope-scaling-factor",
-        "tie_word_embeddings": "--untie-embeddings-and-output-weights",
-        "attention_bias": "--disable-bias-linear, --add-qkv-bias",
-        "mlp_bias": "--disable-bias-linear",
-        "hidden_act": "--swiglu",
-        "mlp_hidden_act": "--squared-relu",
-        "num_experts": "--num-experts",
-        "n_routed_experts": "--num-experts",
-        "num_experts_per_tok": "--moe-router-topk",
-        "moe_intermediate_size": "--moe-ffn-hidden-size",
-        "moe_latent_size": "--moe-latent-size",
-        "norm_topk_prob": "--moe-router-pre-softmax",
-        "scoring_func": "--moe-router-score-function",
-        "first_k_dense_replace": "--moe-layer-freq",
-        "n_shared_experts": "--moe-shared-expert-intermediate-size",
-        "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
-        "n_group": "--moe-router-num-groups",
-        "topk_group": "--moe-router-group-topk",
-        "routed_scaling_factor": "--moe-router-topk-scaling-factor",
-        "q_lora_rank": "--q-lora-rank",
-        "kv_lora_rank": "--kv-lora-rank",
-        "qk_nope_head_dim": "--qk-head-dim",
-        "qk_rope_head_dim": "--qk-pos-emb-head-dim",
-        "v_head_dim": "--v-head-dim",
-        "num_nextn_predict_layers": "--mtp-num-layers, --hybrid-layer-pattern",
-        "hybrid_override_pattern": "--hybrid-layer-pattern",
-        "mtp_hybrid_override_pattern": "--hybrid-layer-pattern",
-        "mamba_num_heads": "--mamba-num-heads",
-        "mamba_head_dim": "--mamba-head-dim",
-        "n_groups": "--mamba-num-groups",
-        "ssm_state_size": "--mamba-state-dim",
-    }
-)
-"""Megatron's flag of each field of a ``config.json``."""
-
-_LATENT_YARN_FLAGS = "--rope-type --rotary-scaling-factor --mscale --mscale-all-dim --yarn-..."
-_YARN_FLAGS = "--position-embedding-type --rotary-scaling-factor --yarn-..."
 # Fields that mean nothing for loaded weights, and fields that are compared separately.
 _NOT_COMPARED = frozenset(
     {
@@ -119,17 +70,14 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
         family: the run's model.
 
     Raises:
-        LoadError: with every field that differs, both values and the flag.
+        LoadError: with every field that differs, and both values.
         UnsupportedModelError: if the configuration is not one of a known family.
     """
     theirs = family_from_config(config)
     given, mine = {**theirs.config(), **plainly_given(config)}, family.config()
     differing = list(unsupported(config))
     if theirs.architecture != family.architecture:
-        differing.append(
-            f"it is a {theirs.architecture}, and the flags of this run make a {family.architecture} (--qk-layernorm, "
-            "--add-qkv-bias, --disable-bias-linear, --num-experts and --multi-latent-attention decide that)"
-        )
+        differing.append(f"it is a {theirs.architecture}, and the flags of this run make a {family.architecture}")
     unused = _NOT_COMPARED if family.traits.has_dense_feed_forward() else _NOT_COMPARED | {"intermediate_size"}
     differing += [
         _difference(name, given[name], mine[name])
@@ -138,14 +86,12 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
     ]
     scaling = rope_scaling(config) if theirs.traits.yarn is None else theirs.config()["rope_scaling"]
     if "rope_scaling" in mine and scaling != mine["rope_scaling"]:
-        flags = None
-        if family.traits.latent is not None:
-            flags = _LATENT_YARN_FLAGS
-        elif theirs.traits.yarn is not None or family.traits.yarn is not None:
-            flags = _YARN_FLAGS
-        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"], flags))
+        differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"]))
     if differing:
-        raise LoadError(f"the checkpoint holds another model than this run's: {'; '.join(differing)}")
+        raise LoadError(
+            f"the checkpoint holds another model than this run's: {'; '.join(differing)}; the command `refit flags` "
+            "prints the flags of the checkpoint's model"
+        )
 
 
 def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, str]:
@@ -238,9 +184,8 @@ def _is_unlimited(limit: object) -> bool:
     return limit in ([0, math.inf], [0, {"__float__": "Infinity"}])
 
 
-def _difference(name: str, given: object, mine: object, flag: str | None = None) -> str:
-    flag = flag or FIELD_FLAGS.get(name)
-    return f"{name} is {given!r} in config.json and {mine!r} in this run" + (f" ({flag})" if flag else "")
+def _difference(name: str, given: object, mine: object) -> str:
+    return f"{name} is {given!r} in config.json and {mine!r} in this run"
 
 
 def _listed(names: list[str]) -> str:

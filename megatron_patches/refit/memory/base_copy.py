@@ -119,7 +119,7 @@ class _HostBase:
 
     def unpack(self, load: Load, batch: Batch, payload: Payload, changed: int) -> Pending[None]:
         completed = self._packed(load, batch)
-        decode_delta(host_bytes(payload), changed, completed, load.width)
+        decode_delta(host_bytes(payload), changed, completed, load.width, str(load))
         return self._port.unpack(batch, completed)
 
     def close(self) -> None:

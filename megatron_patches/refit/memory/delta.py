@@ -202,7 +202,7 @@ def _marked(bitmap: Bytes, count: int) -> Iterator[tuple[int, NDArray[np.intp]]]
         yield low, np.flatnonzero(bits.view(np.bool_))
 
 
-def decode_delta(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
+def decode_delta(payload: Bytes, changed: int, base: Bytes, width: int, what: str = "a load") -> None:
     """Puts changed elements over the base, which then holds the new version.
 
     Args:
@@ -210,6 +210,7 @@ def decode_delta(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
         changed: number of changed elements.
         base: all elements of the base; aligned to them. Its content is undefined after an error.
         width: bytes per element.
+        what: name of the load, for messages.
 
     Raises:
         TransferError: if the payload does not hold that many elements, at rising places within the load.
@@ -217,26 +218,27 @@ def decode_delta(payload: Bytes, changed: int, base: Bytes, width: int) -> None:
     into = base.view(f"u{width}")
     if not 0 <= changed <= into.size or payload.size != delta_bytes(changed, into.size, width):
         raise TransferError(
-            f"{payload.size} bytes came for {changed} changed elements of {into.size}, each of {width} bytes"
+            f"{what}: {payload.size} bytes came for {changed} changed elements of {into.size}, each of {width} bytes"
         )
     values = payload[: changed * width].view(f"u{width}")
     where = payload[places_at(changed, width) :]
     if is_indexed(changed, into.size):
-        _put_indexed(values, where.view(np.uint32), into)
+        _put_indexed(values, where.view(np.uint32), into, what)
     else:
-        _put_mapped(values, where, into)
+        _put_mapped(values, where, into, what)
 
 
-def _put_indexed(values: Bits, places: NDArray[np.uint32], into: Bits) -> None:
+def _put_indexed(values: Bits, places: NDArray[np.uint32], into: Bits, what: str) -> None:
     rising = bool(np.all(places[1:] > places[:-1]))
     if places.size and not (rising and places[-1] < into.size):
         raise TransferError(
-            f"places of changed elements come in no rising order, or end at {places[-1]}, of {into.size} elements"
+            f"{what}: places of changed elements come in no rising order, or end at {places[-1]}, of {into.size} "
+            "elements"
         )
     into[places] = values
 
 
-def _put_mapped(values: Bits, bitmap: Bytes, into: Bits) -> None:
+def _put_mapped(values: Bits, bitmap: Bytes, into: Bits, what: str) -> None:
     marked = int(np.count_nonzero(np.unpackbits(bitmap[-1:])[(into.size - 1) % 8 + 1 :]))  # beyond the last element
     done = 0
     for low, places in _marked(bitmap, into.size):
@@ -244,7 +246,9 @@ def _put_mapped(values: Bits, bitmap: Bytes, into: Bits) -> None:
             into[low : low + _CHUNK][places] = values[done : done + places.size]
         done += places.size
     if marked or done != values.size:
-        raise TransferError(f"a bitmap marks {done + marked} of {into.size} elements as changed; {values.size} came")
+        raise TransferError(
+            f"{what}: a bitmap marks {done + marked} of {into.size} elements as changed; {values.size} came"
+        )
 
 
 def is_indexed(changed: int, count: int) -> bool:

@@ -79,7 +79,7 @@ class DeviceBase:
             invalid, places = found.result()
             if invalid or places != changed:
                 raise TransferError(
-                    f"{invalid} of {places} places of changed elements are not in rising order or beyond the "
+                    f"{load}: {invalid} of {places} places of changed elements are not in rising order or beyond the "
                     f"{load.nbytes // load.width} elements; {changed} came"
                 )
 

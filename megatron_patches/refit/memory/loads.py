@@ -74,6 +74,9 @@ class Load:
     items: tuple[Transfer, ...]
     direct: bool = False
 
+    def __str__(self) -> str:
+        return f"packet {self.number} from source rank {self.source} to destination rank {self.destination}"
+
     @property
     def key(self) -> LoadKey:
         """Source, destination and number, which identify the load."""

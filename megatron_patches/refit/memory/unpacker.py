@@ -13,8 +13,7 @@ one has written (the proof says so), so a box does not change once it is complet
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -153,9 +152,7 @@ class Unpacker:
                 f"source rank {packet.source} sent {self._here}, which holds {held}, what changed since version "
                 f"{delta.base}"
             )
-        what = f"packet {packet.number} from source rank {packet.source}, to {self._here}"
-        with _named(what):
-            return _Named(self._base.unpack(load, self._batches[load.key], payload, delta.changed), what)
+        return self._base.unpack(load, self._batches[load.key], payload, delta.changed)
 
     @property
     def _here(self) -> str:
@@ -287,30 +284,6 @@ class Unpacker:
             f"{placement.box} in {placement.view.storage} of destination rank {self._manifest.rank} has digest "
             f"{found:016x}, but source ranks {sources} sent {expected:016x}; version {self._version} is not taken"
         )
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Adds what is being unpacked to an error."""
-    try:
-        yield
-    except TransferError as error:
-        raise TransferError(f"{what}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """Work whose errors say what is being unpacked."""
-
-    work: Pending[None]
-    what: str
-
-    def done(self) -> bool:
-        return self.work.done()
-
-    def result(self) -> None:
-        with _named(self.what):
-            self.work.result()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

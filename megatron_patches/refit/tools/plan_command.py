@@ -169,7 +169,7 @@ def run(options: argparse.Namespace, progress: Progress) -> PlanOutcome:
         )
     config = read_config(options.model)
     family = family_from_config(config)
-    check_live(config, family.architecture)
+    check_live(config)
     phases = Phases(progress)
     with phases.phase("describe"):
         kept = TrainerOptions(dtype=dtype_of(config))

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     """
     config = known_config(options.model)
     family = family_from_config(config)
-    check_live(config, family.architecture)
+    check_live(config)
     trainer, engine, hosts = cluster_from(options)
     if options.workers < 1 or options.requests < 1:
         raise RefitError(

@@ -90,7 +90,7 @@ class Coordinator:
             try:
                 self._join_now(engine)
             except BaseException:  # otherwise the next push would try again, and fail for all engines
-                self.roster.discard(engine)
+                self.roster.remove(engine.name)
                 raise
 
     def detach(self, name: str) -> None:

@@ -25,7 +25,6 @@ from megatron_patches.refit.trainer.engine_client import (
     why_not_up,
 )
 from megatron_patches.refit.trainer.push_options import RefitOptions
-from megatron_patches.refit.transports.base import AUTO
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -358,8 +357,8 @@ def meeting_at(invitation: Invitation, sources: int, options: RefitOptions, stag
         "timeout_s": invitation.timeout_s,
         "lease_s": options.lease_s,
         "sources": sources,
-        "transport": AUTO if options.transport is None else options.transport.value,
+        "transport": options.transport,
         "staging_bytes": staging_bytes,
-        "memory": options.memory.value,
-        "payload": options.payload.value,
+        "memory": options.memory,
+        "payload": options.payload,
     }

@@ -14,7 +14,7 @@ from megatron_patches.refit.layout.weight_format import WeightFormat
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
 from megatron_patches.refit.trainer.engine_client import PauseMode, SleepMode
-from megatron_patches.refit.transports.base import TransportName, named_transport
+from megatron_patches.refit.transports.base import AUTO, TransportName
 from megatron_patches.refit.transports.nics import AUTO_NICS, parse_nics
 
 _LEAST_STAGING_BYTES = 4096
@@ -126,7 +126,8 @@ class RefitOptions:
             )
         parse_nics(self.nics)
         # A program may pass names, as the flags do; modes are compared by identity.
-        object.__setattr__(self, "transport", None if self.transport is None else named_transport(self.transport))
+        transport = None if self.transport in (None, AUTO) else TransportName(self.transport)
+        object.__setattr__(self, "transport", transport)
         if self.fan_out and self.transport is TransportName.C10D:
             raise ValueError(
                 "fan_out is on and transport is c10d, over which an engine that sends would answer no requests; choose "

@@ -92,11 +92,6 @@ class Roster:
             self._engines = left
             self._lost = [lost for lost in self._lost if lost.engine.name != name]
 
-    def discard(self, engine: EngineClient) -> None:
-        """Removes an engine that was added and could not begin to join."""
-        with self._lock:
-            self._engines = [one for one in self._engines if one is not engine]
-
     def set(self, engines: Sequence[EngineClient]) -> None:
         """Replaces all engines.
 

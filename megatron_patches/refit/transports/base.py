@@ -48,15 +48,6 @@ AUTO = "auto"
 """Option value for the fastest transport that reaches all parties."""
 
 
-def named_transport(name: str) -> TransportName | None:
-    """The transport that an option names; None for :data:`AUTO`.
-
-    Raises:
-        ValueError: if the name is unknown.
-    """
-    return None if name == AUTO else TransportName(name)
-
-
 class Offer(msgspec.Struct, frozen=True, array_like=True):
     """What a party tells those with which it links before links are made.
 

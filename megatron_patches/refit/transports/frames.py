@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Buffer, Callable, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 from megatron_patches.refit.errors import PartyFailedError
 
@@ -109,6 +109,17 @@ def end(connection: socket.socket) -> None:
     connection.close()
 
 
+def _patiently[T](call: Callable[..., T], *args: Any, patience: Patience) -> T:
+    """What a call of a socket from :func:`prepare` returns, once it does not time out."""
+    while True:
+        try:
+            return call(*args)
+        except TimeoutError:
+            patience.tick()
+        except OSError as error:
+            raise patience.lost(str(error)) from error
+
+
 def send(connection: socket.socket, message: Buffer, patience: Patience) -> None:
     """Sends one message.
 
@@ -123,12 +134,7 @@ def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> 
     """Sends bytes without a length prefix; raises as :func:`send`."""
     rest = memoryview(content)
     while rest:
-        try:
-            rest = rest[connection.send(rest) :]
-        except TimeoutError:
-            patience.tick()
-        except OSError as error:
-            raise patience.lost(str(error)) from error
+        rest = rest[_patiently(connection.send, rest, patience=patience) :]
 
 
 def receive(connection: socket.socket, patience: Patience) -> bytearray:
@@ -155,13 +161,7 @@ def receive_exactly(connection: socket.socket, length: int, patience: Patience) 
 def receive_into(connection: socket.socket, buffer: memoryview, patience: Patience) -> None:
     """Fills ``buffer`` with the next bytes; raises as :func:`receive`."""
     while buffer:
-        try:
-            count = connection.recv_into(buffer)
-        except TimeoutError:
-            patience.tick()
-            continue
-        except OSError as error:
-            raise patience.lost(str(error)) from error
+        count = _patiently(connection.recv_into, buffer, patience=patience)
         if not count:
             raise patience.lost("the peer closed it")
         buffer = buffer[count:]
@@ -169,14 +169,7 @@ def receive_into(connection: socket.socket, buffer: memoryview, patience: Patien
 
 def send_descriptors(connection: socket.socket, descriptors: Sequence[int], patience: Patience) -> None:
     """Sends file descriptors, at most :data:`MOST_DESCRIPTORS`, over a local socket; raises as :func:`send`."""
-    while True:
-        try:
-            socket.send_fds(connection, [b"d"], descriptors)
-            return
-        except TimeoutError:
-            patience.tick()
-        except OSError as error:
-            raise patience.lost(str(error)) from error
+    _patiently(socket.send_fds, connection, [b"d"], descriptors, patience=patience)
 
 
 def receive_descriptors(connection: socket.socket, count: int, patience: Patience) -> list[int]:
@@ -190,15 +183,10 @@ def receive_descriptors(connection: socket.socket, count: int, patience: Patienc
     Raises:
         PartyFailedError: as :func:`receive`, and if fewer arrive.
     """
-    while True:
-        try:
-            # Not recv_fds, which ignores flags (Python 3.12).
-            message, extra, flags, _ = connection.recvmsg(1, _EXTRA_BYTES, socket.MSG_CMSG_CLOEXEC)
-            break
-        except TimeoutError:
-            patience.tick()
-        except OSError as error:
-            raise patience.lost(str(error)) from error
+    # Not recv_fds, which ignores flags (Python 3.12).
+    message, extra, flags, _ = _patiently(
+        connection.recvmsg, 1, _EXTRA_BYTES, socket.MSG_CMSG_CLOEXEC, patience=patience
+    )
     found = [
         descriptor
         for level, kind, content in extra

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.memory.ports import Memory
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, tensors_of_peft
 from megatron_patches.refit.vllm.all_or_none import VOTE_S, AllOrNone, ReceivedVersion, report_commit
 from megatron_patches.refit.vllm.aside import Aside
@@ -65,15 +63,13 @@ class AdapterSession:
 
     Raises:
         RefitError: if the rendezvous cannot be reached.
-        ValueError: if the call has values that this worker does not know.
     """
 
     def __init__(self, call: RefitCall, serving: ServingModel, files: AdapterFiles, log: StateLog) -> None:
         self._call, self._serving, self._files, self._log = call, serving, files, log
         self._folder = session_folder(call.folder, call.token)
-        options = replace(call.links(serving.config), memory=MemoryMode.BESIDE)
         self._assembly = Assembly(call.invitation, call.sources + serving.worker, serving.name)
-        self._party = DestinationParty(self._assembly, options)
+        self._party = DestinationParty(self._assembly, call.links(serving.config))
         self._memory: VersionMemory | None = None  # once the parties have agreed on a plan
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors, by name
         self._dtype = torch.bfloat16  # in which vLLM computes with adapters, once that is known

@@ -237,7 +237,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
                 f"megatron_patches.refit.vllm.guard.RefitGuard, or with --additional-config '{UNGUARDED}' if nobody "
                 "else can reach it"
             )
-        self._settings.check_trainer(call.host, call.port)
+        self._settings.check_trainer(call.host)
 
     def _receive(self, call: RefitCall) -> None:
         session = self._joined(call, f"receive version {call.version}")
@@ -264,7 +264,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         Raises:
             RefitError: if the trainer of another session asks, or its address is not allowed.
         """
-        self._settings.check_trainer(call.host, call.port)
+        self._settings.check_trainer(call.host)
         self._joined(call, f"send version {call.version} to another engine").relay(call)
 
     def _meet(self, call: RefitCall) -> None:
@@ -273,7 +273,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, RefitCall]):
         Raises:
             RefitError: as for :meth:`_relay`.
         """
-        self._settings.check_trainer(call.host, call.port)
+        self._settings.check_trainer(call.host)
         self._joined(call, f"take version {call.version} from other engines").meet(call)
 
     def _leave(self, call: RefitCall) -> None:

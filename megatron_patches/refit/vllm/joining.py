@@ -54,16 +54,12 @@ class Joining:
 
     Raises:
         RefitError: if the rendezvous cannot be reached.
-        ValueError: if the call has values that this worker does not know.
     """
 
     def __init__(self, call: RefitCall, serving: ServingModel, version: int, log: StateLog) -> None:
         self._call, self._serving, self._version, self._log = call, serving, version, log
-        # A party that has joined must answer, so anything in the call that may be invalid is checked first.
-        options = call.links(serving.config)
-        self._memory, self._payload = options.memory, options.payload
         self._assembly = Assembly(call.invitation, call.sources + serving.worker, serving.name)
-        self._party = DestinationParty(self._assembly, options, str(serving.device))
+        self._party = DestinationParty(self._assembly, call.links(serving.config), str(serving.device))
         self._model: Future[Model] = Future()  # from the other parties
         self._layout: Future[WorkerLayout] = Future()  # from record()
         self._failure: Exception | None = None
@@ -82,8 +78,8 @@ class Joining:
             raise PartyFailedError(f"no trainer described its model within {self._call.timeout_s:.0f} s") from error
         try:
             with without_adapter_layers(self._serving.model):
-                layout = describe_layout(model, self._serving, self._memory, self._payload)
-            if self._memory is MemoryMode.BESIDE:
+                layout = describe_layout(model, self._serving, self._call.memory, self._call.payload)
+            if self._call.memory is MemoryMode.BESIDE:
                 make_ready(self._serving.device)  # here, so that all parties learn of a failure
         except Exception as error:  # noqa: BLE001 - raised in the step of all parties
             self._layout.set_exception(error)
@@ -105,7 +101,7 @@ class Joining:
             self._serving,
             self._layout.result(0),
             version=self._version,
-            may_go_on=self._memory is MemoryMode.BESIDE and not nccl,
+            may_go_on=self._call.memory is MemoryMode.BESIDE and not nccl,
             timeout_s=self._call.timeout_s,
             log=self._log,
         )

@@ -17,7 +17,7 @@ from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S, Invitatio
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory.delta import PayloadKind
 from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
-from megatron_patches.refit.transports.base import AUTO, named_transport
+from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.nics import AUTO_NICS, parse_nics
 
 SECTION = "etp"
@@ -32,8 +32,8 @@ class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         trainers: addresses to which workers may connect when a trainer asks them to: IP addresses, networks such as
-            ``10.0.0.0/24``, or names as trainers give them (``--refit-host``), each with an optional ``:PORT``. None
-            allows any trainer that has shown the secret.
+            ``10.0.0.0/24``, or names as trainers give them (``--refit-host``). None allows any trainer that has shown
+            the secret.
         unguarded: whether workers join trainers although the server runs without
             :class:`megatron_patches.refit.vllm.guard.RefitGuard`, so that any client that reaches it can make them.
         nics: which network interfaces this engine's workers may use for the transport ``nixl``; see
@@ -44,16 +44,16 @@ class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
     unguarded: bool = False
     nics: str = AUTO_NICS
 
-    def check_trainer(self, host: str, port: int) -> None:
+    def check_trainer(self, host: str) -> None:
         """Refuses a trainer's address that is not allowed.
 
         Raises:
             RefitError: with the address.
         """
-        if self.trainers is not None and not any(_allows(entry, host, port) for entry in self.trainers):
+        if self.trainers is not None and not any(_allows(entry, host) for entry in self.trainers):
             raise RefitError(
-                f"asked to connect to a trainer at {host}:{port}, which is not among those that this engine was "
-                f"started with ({', '.join(self.trainers) or 'none'}); add it to the trainers in --additional-config "
+                f"asked to connect to a trainer at {host}, which is not among those that this engine was started with "
+                f"({', '.join(self.trainers) or 'none'}); add it to the trainers in --additional-config "
                 f'\'{{"{SECTION}": {{"trainers": [...]}}}}\''
             )
 
@@ -75,10 +75,8 @@ def settings_of(additional_config: Any) -> EngineSettings:
     return settings
 
 
-def _allows(entry: str, host: str, port: int) -> bool:
-    allowed, only_port = _parsed(entry)
-    if only_port is not None and only_port != port:
-        return False
+def _allows(entry: str, host: str) -> bool:
+    allowed = _parsed(entry)
     if isinstance(allowed, str):
         return allowed == host.lower()
     try:
@@ -87,34 +85,22 @@ def _allows(entry: str, host: str, port: int) -> bool:
         return False
 
 
-def _parsed(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network | str, int | None]:
-    """A network or a name, and the only port that is allowed, if one is given.
+def _parsed(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | str:
+    """A network or a name.
 
     Raises:
         ValueError: if the entry is neither.
     """
-    host, port = entry, None
-    if entry.startswith("[") and "]" in entry:  # [::1]:8000
-        host, _, rest = entry[1:].partition("]")
-        if rest:
-            port = _port(entry, rest.removeprefix(":"))
-    elif entry.count(":") == 1:
-        host, _, text = entry.partition(":")
-        port = _port(entry, text)
-    if not re.fullmatch(r"[0-9A-Za-z.:%_/-]+", host):
-        raise ValueError(f"trainer {entry!r} must be like 10.0.0.5, 10.0.0.0/24, trainer-0 or 10.0.0.5:29600")
     try:
-        return ipaddress.ip_network(host), port
+        return ipaddress.ip_network(entry)
     except ValueError:
-        if "/" in host:
+        if "/" in entry:
             raise
-        return host.lower(), port
-
-
-def _port(entry: str, text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise ValueError(f"trainer {entry!r} has no port but {text!r}")
-    return int(text)
+    if not re.fullmatch(r"[0-9A-Za-z._-]+|[0-9A-Fa-f:]+%[0-9A-Za-z._-]+", entry):
+        raise ValueError(
+            f"trainer {entry!r} must be like 10.0.0.5, 10.0.0.0/24 or trainer-0; trainers choose their ports"
+        )
+    return entry.lower()
 
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
@@ -133,7 +119,7 @@ class RefitCall(WeightTransferInitInfo):
         timeout_s: as ``host``: seconds that one step may take after its first party has finished.
         sources: as ``host``: number of sources, such as trainer ranks; the parties with the first numbers. Workers of
             the receiving engine follow.
-        transport: as ``host``: name of the transport, or ``auto``.
+        transport: as ``host``: the transport; None for the fastest that reaches all parties.
         staging_bytes: as ``host``: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         lease_s: as ``host``: seconds without a message of the trainer after which the worker gives up its step.
         memory: as ``host``: where versions are received; see
@@ -157,10 +143,10 @@ class RefitCall(WeightTransferInitInfo):
     timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
     lease_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
     sources: Count = 0
-    transport: Annotated[str, Meta(max_length=32)] = AUTO
+    transport: TransportName | None = None
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
-    memory: Annotated[str, Meta(max_length=32)] = MemoryMode.BESIDE.value
-    payload: Annotated[str, Meta(max_length=32)] = PayloadKind.WHOLE.value
+    memory: MemoryMode = MemoryMode.BESIDE
+    payload: PayloadKind = PayloadKind.WHOLE
     key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     first: Count = 0
     version: Annotated[int, Meta(ge=0)] = 0
@@ -191,16 +177,13 @@ class RefitCall(WeightTransferInitInfo):
 
         Args:
             config: vLLM's configuration, with the operator's settings.
-
-        Raises:
-            ValueError: if the call has values that this worker does not know.
         """
         return LinkOptions(
-            transport=named_transport(self.transport),
+            transport=self.transport,
             staging_bytes=self.staging_bytes,
             sources=self.sources,
-            memory=MemoryMode(self.memory),
-            payload=PayloadKind(self.payload),
+            memory=self.memory,
+            payload=self.payload,
             nics=settings_of(config.additional_config).nics,
         )
 

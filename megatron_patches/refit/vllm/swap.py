@@ -1,21 +1,23 @@
 """Swaps new content into serving memory and keeps the old content in place of the new, without a third copy.
 
-[Note: exchange] Two tensors swap their content. On a GPU, pairs of tensors with equal layouts are swapped in one kernel
-launch, which only copies if nobody could ask for the old content afterwards. Other pairs are swapped piece by piece,
-through a buffer of bounded size. Swapping requires memory that nothing else reads or writes. So if a new tensor shares
-elements with another one, or processing has kept a reference to its memory, its content is copied instead, and the old
-content is kept in new memory.
+[Note: exchange] Two tensors swap their content: on a GPU in one kernel launch for all, which only copies if nobody
+could ask for the old content afterwards; elsewhere piece by piece, through a buffer of bounded size. Swapping requires
+memory that nothing else reads or writes, and the same order of elements on both sides. Where a new tensor shares
+elements with another one, processing has kept a reference to its memory, or its elements lie in another order, its
+content is copied instead, and the old content is kept in new memory.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron_patches.refit.vllm.exchange_kernel import MemorySwap
 
 ROOM_BYTES = 64 << 20
 
@@ -133,13 +135,21 @@ class Swap:
         made, given = ([pair for pair in some if pair[0].numel() and not same_memory(*pair)] for some in (pairs, plain))
         exchanged, self._copied = _sort(made, users or Users(), given)
         self.copied_bytes = sum(old.nbytes for old, _ in self._copied)
-        by_kernel, by_pieces = _by_kernel(exchanged, kernels)
-        self._of_kernel = [pair for pairs in by_kernel.values() for pair in pairs]  # kept: steps know only addresses
-        rooms = _Rooms(room_bytes)
-        pieces = (piece for pair in by_pieces for piece in _cut(*pair, room_bytes))
-        self._steps: list[_Step] = [_Piece(old, new, rooms.place(old)) for old, new in pieces]
-        self._steps += [_exchange_of(device, pairs) for device, pairs in by_kernel.items()]
-        self._kept: list[Pair] = []
+        self._exchanged = exchanged  # kept: kernels know only addresses
+        self._kernels: list[MemorySwap] = []
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # with a part of the buffer for each
+        self._replaced: list[Pair] = []  # by copies: serving memory, and where its old content is
+        by_device: dict[torch.device, list[Pair]] = defaultdict(list)
+        for pair in exchanged:
+            by_device[pair[0].device].append(pair)
+        for device, alike in by_device.items():
+            if _has_kernel(device) if kernels is None else kernels:
+                self._kernels.append(_kernel(device, alike))
+                continue
+            room = torch.empty(room_bytes, dtype=torch.uint8, device=device)
+            for both in alike:
+                pieces = zip(*(_bytes_of(tensor).split(room_bytes) for tensor in both), strict=True)
+                self._pieces += [(old, new, room[: old.numel()]) for old, new in pieces]
 
     def run(self, *, keeps_old: bool = True) -> None:
         """Puts the new content in place. After an error, call :meth:`undo`.
@@ -149,10 +159,15 @@ class Swap:
                 launch overwrites: nothing fails after it.
         """
         for old, new in self._copied:
-            self._kept.append((old, old.clone()))
+            self._replaced.append((old, old.clone()))
             old.copy_(new)
-        for step in self._steps:
-            step.run(keeps_old=keeps_old or step is not self._steps[-1])
+        for old, new, room in self._pieces:
+            self._replaced.append((old, room.copy_(old)))
+            old.copy_(new)
+            new.copy_(room)
+            self._replaced[-1] = old, new
+        for kernel in self._kernels:
+            kernel.run(keeps_old=keeps_old or kernel is not self._kernels[-1])
 
     def undo(self) -> None:
         """Restores what :meth:`run` has replaced so far. The new content is lost.
@@ -160,61 +175,17 @@ class Swap:
         Raises:
             TransferError: if the old content was overwritten.
         """
-        for step in reversed(self._steps):
-            step.undo()
-        for old, before in reversed(self._kept):
+        for kernel in reversed(self._kernels):
+            kernel.undo()
+        while self._replaced:
+            old, before = self._replaced[-1]
             old.copy_(before)
+            self._replaced.pop()
 
 
-class _Step(Protocol):
-    """Part of an exchange."""
-
-    def run(self, *, keeps_old: bool) -> None:
-        """Puts the new content in place, and the old where the new was; ``keeps_old`` as for :meth:`Swap.run`."""
-
-    def undo(self) -> None:
-        """Restores the old content, as far as it was replaced."""
-
-
-class _Piece:
-    """A piece that is swapped through a buffer.
-
-    Args:
-        serving: a piece of serving memory.
-        other: the same piece of its new content.
-        place: memory of the buffer, in the shape of the piece.
-    """
-
-    def __init__(self, serving: torch.Tensor, other: torch.Tensor, place: torch.Tensor) -> None:
-        self._serving, self._other, self._place = serving, other, place
-        self._old_in: torch.Tensor | None = None  # where the old content is while it is replaced
-
-    def run(self, *, keeps_old: bool) -> None:  # noqa: ARG002 - another piece may fail, and all are undone then
-        self._place.copy_(self._serving)
-        self._old_in = self._place
-        self._serving.copy_(self._other)
-        self._other.copy_(self._place)
-        self._old_in = self._other
-
-    def undo(self) -> None:
-        if self._old_in is not None:
-            self._serving.copy_(self._old_in)
-            self._old_in = None
-
-
-class _Rooms:
-    """The buffers, by device."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._made: dict[torch.device, torch.Tensor] = {}
-
-    def place(self, like: torch.Tensor) -> torch.Tensor:
-        """The beginning of the buffer, in the shape of ``like``."""
-        room = self._made.get(like.device)
-        if room is None:
-            room = self._made[like.device] = torch.empty(self._nbytes, dtype=torch.uint8, device=like.device)
-        return room[: like.nbytes].view(like.dtype).view(like.shape)
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _holders(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -236,56 +207,34 @@ def _sort(made: Sequence[Pair], users: Users, given: Sequence[Pair]) -> tuple[li
     exchanged: list[Pair] = []
     copied: list[Pair] = []
     for index, (old, new) in enumerate(pairs):
-        apart = not shared & {2 * index, 2 * index + 1} and is_dense(old) and is_dense(new)
+        apart = not shared & {2 * index, 2 * index + 1} and _lie_alike(old, new)
         is_own = index < len(given) or int(new.untyped_storage()._cdata) in own
         (exchanged if is_own and apart else copied).append((old, new))
     return exchanged, copied
 
 
-def _by_kernel(pairs: Sequence[Pair], kernels: bool | None) -> tuple[dict[torch.device, list[Pair]], list[Pair]]:
-    """Splits pairs into those that a kernel swaps, by device, and those that are swapped through the buffer."""
-    there = importlib.util.find_spec("triton") is not None if kernels is None else kernels
-    flat: dict[torch.device, list[Pair]] = defaultdict(list)
-    others: list[Pair] = []
-    for old, new in pairs:
-        apt = there and (old.is_cuda if kernels is None else True)
-        alike = old.dtype == new.dtype and old.stride() == new.stride() and old.device == new.device
-        if apt and alike:
-            flat[old.device].append((old, new))
-        else:
-            others.append((old, new))
-    return flat, others
+def _lie_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are dense, with their elements in the same order, on one device."""
+    steps = [
+        [step for step, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
+        for tensor in (old, new)
+    ]
+    return old.device == new.device and steps[0] == steps[1] and is_dense(old)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def make_ready(device: torch.device) -> None:
     """Compiles the kernel, so that the first swap on a device does not wait for it."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if _has_kernel(device):
         from megatron_patches.refit.vllm.exchange_kernel import compile_for
 
         compile_for(device)
 
 
-def _exchange_of(device: torch.device, pairs: Sequence[Pair]) -> _Step:
+def _kernel(device: torch.device, pairs: Sequence[Pair]) -> MemorySwap:
     from megatron_patches.refit.vllm.exchange_kernel import MemorySwap
 
     return MemorySwap([(old.data_ptr(), new.data_ptr(), old.nbytes) for old, new in pairs], device)
-
-
-def _cut(old: torch.Tensor, new: torch.Tensor, limit: int) -> Iterator[Pair]:
-    """Cuts a pair into pieces of at most ``limit`` bytes."""
-    if old.stride() == new.stride() and old.dim() != 1:
-        # Equal strides: cut as flat spans.
-        flat = (old.numel(),), (1,)
-        yield from _cut(old.as_strided(*flat), new.as_strided(*flat), limit)
-        return
-    width = old.element_size()
-    if old.numel() * width <= limit:
-        yield old, new
-        return
-    if old.shape[0] == 1:
-        yield from _cut(old[0], new[0], limit)
-        return
-    rows = max(limit // (old.numel() // old.shape[0] * width), 1)
-    bounds = [*range(0, old.shape[0], rows), old.shape[0]]
-    for low, high in pairwise(bounds):
-        yield from _cut(old[low:high], new[low:high], limit)

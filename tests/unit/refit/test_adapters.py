@@ -30,6 +30,7 @@ from megatron_patches.refit.layout.boxes import TensorSpec
 from megatron_patches.refit.layout.manifest import Manifest
 from megatron_patches.refit.layout.weight_format import WeightFormat, quantized_weights
 from megatron_patches.refit.memory.ports import Memory
+from megatron_patches.refit.parties.terms import LinkOptions, MemoryMode
 from megatron_patches.refit.trainer.adapters import AdapterPublisher
 from megatron_patches.refit.trainer.engine_client import AdapterEngine
 from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once
@@ -349,6 +350,11 @@ class AdapterParty:
 
     def __init__(self, *_: object) -> None:
         self.joins, self.may_receive, self.told = True, threading.Event(), list[str | None]()
+        self.memory: MemoryMode | None = None
+
+    def made(self, _: object, options: LinkOptions) -> AdapterParty:
+        self.memory = options.memory
+        return self
 
     def prepare(self, _: object) -> Manifest:
         if not self.joins:
@@ -371,7 +377,11 @@ class AdapterParty:
 
 
 def adapter_session(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, party: AdapterParty, timeout_s: float = 10.0
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    party: AdapterParty,
+    timeout_s: float = 10.0,
+    memory: MemoryMode = MemoryMode.BESIDE,
 ) -> AdapterSession:
     from megatron_patches.refit.vllm import adapter_session, all_or_none
     from megatron_patches.refit.vllm.adapter_files import AdapterFiles, tensors_of_peft
@@ -379,7 +389,7 @@ def adapter_session(
     from megatron_patches.refit.vllm.worker_session import ServingModel
 
     monkeypatch.setattr(adapter_session, "Assembly", lambda *_: SimpleNamespace(most_silence_s=None))
-    monkeypatch.setattr(adapter_session, "DestinationParty", lambda *_: party)
+    monkeypatch.setattr(adapter_session, "DestinationParty", party.made)
     monkeypatch.setattr(adapter_session, "tensors_of_peft", lambda *_: tensors_of_peft(factors(), torch.float32))
     monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
     config = SimpleNamespace(
@@ -393,6 +403,7 @@ def adapter_session(
         token="ab" * 32,
         timeout_s=timeout_s,
         sources=1,
+        memory=memory,
         adapter="math",
         folder=str(folder),
     )
@@ -415,6 +426,16 @@ def test_a_worker_that_could_not_join_says_why_whatever_it_is_asked(
     with pytest.raises(RefitError) as refused:
         session.receive(receive_call(4))
     assert str(refused.value) == f"asked to receive version 4, {why}"
+    session.end()
+
+
+@NEEDS_VLLM
+def test_a_worker_cuts_an_adapter_into_the_loads_that_its_trainer_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party = AdapterParty()
+    session = adapter_session(monkeypatch, tmp_path, party, memory=MemoryMode.IN_PLACE)  # which means nothing else here
+    assert party.memory is MemoryMode.IN_PLACE
     session.end()
 
 

@@ -54,26 +54,26 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         (
             "llama",
             {"num_hidden_layers": 5},
-            r"num_hidden_layers is 5 in config.json and 4 in this run \(--num-layers\)",
+            r"num_hidden_layers is 5 in config.json and 4 in this run",
         ),
-        ("llama", {"hidden_size": 96}, r"hidden_size is 96 in config.json and 64 in this run \(--hidden-size\)"),
-        ("llama", {"intermediate_size": 8}, r"intermediate_size is 8 .* 96 in this run \(--ffn-hidden-size\)"),
-        ("llama", {"num_attention_heads": 8}, r"num_attention_heads is 8 .* 4 .* \(--num-attention-heads\)"),
-        ("llama", {"num_key_value_heads": 4}, r"is 4 .* 2 in this run \(--group-query-attention --num-query-groups\)"),
-        ("llama", {"head_dim": 16}, r"head_dim is 16 .* 32 in this run \(--kv-channels\)"),
-        ("llama", {"tie_word_embeddings": False}, r"is False .* True .* \(--untie-embeddings-and-output-weights\)"),
-        ("llama", {"rope_theta": 5e5}, r"rope_theta is 500000.0 .* 10000.0 in this run \(--rotary-base\)"),
-        ("llama", {"rope_parameters": {"rope_theta": 7.0}, "rope_theta": None}, r"rope_theta is 7.0 .* \(--rotary-b"),
-        ("llama", {"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-06 .* 1e-05 in this run \(--norm-epsilon\)"),
+        ("llama", {"hidden_size": 96}, r"hidden_size is 96 in config.json and 64 in this run"),
+        ("llama", {"intermediate_size": 8}, r"intermediate_size is 8 .* 96 in this run"),
+        ("llama", {"num_attention_heads": 8}, r"num_attention_heads is 8 .* 4"),
+        ("llama", {"num_key_value_heads": 4}, r"is 4 .* 2 in this run"),
+        ("llama", {"head_dim": 16}, r"head_dim is 16 .* 32 in this run"),
+        ("llama", {"tie_word_embeddings": False}, r"is False .* True"),
+        ("llama", {"rope_theta": 5e5}, r"rope_theta is 500000.0 .* 10000.0 in this run"),
+        ("llama", {"rope_parameters": {"rope_theta": 7.0}, "rope_theta": None}, r"rope_theta is 7.0"),
+        ("llama", {"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-06 .* 1e-05 in this run"),
         ("llama", {"rope_scaling": {"factor": 8.0}}, r"rope_scaling is .*'factor': 8.0.* and None in this run"),
-        ("llama", {"rope_scaling": LLAMA_3}, r"rope_scaling is .*llama3.* None in this run \(--use-rope-scaling"),
+        ("llama", {"rope_scaling": LLAMA_3}, r"rope_scaling is .*llama3.* None in this run"),
         (
             "llama",
             {"rope_scaling": YARN},
-            r"rope_scaling is .*'yarn'.* None .* \(--position-embedding-type --rotary-sc",
+            r"rope_scaling is .*'yarn'.* None",
         ),
-        ("llama", {"hidden_act": "gelu"}, r"hidden_act is 'gelu' .* 'silu' in this run \(--swiglu\)"),
-        ("llama", {"attention_bias": True, "mlp_bias": True}, r"attention_bias is True .* \(--disable-bias-linear, "),
+        ("llama", {"hidden_act": "gelu"}, r"hidden_act is 'gelu' .* 'silu' in this run"),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, r"attention_bias is True"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized .* copy in bfloat16"),
         ("llama", {"sliding_window": 4096}, r"its attention has a window \(sliding_window 4096\)"),
         ("llama", {"partial_rotary_factor": 0.5}, r"rotates a part of each head \(partial_rotary_factor 0.5\)"),
@@ -84,24 +84,24 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ),
         ("llama", {"architectures": ["Qwen3ForCausalLM"]}, "it is a Qwen3ForCausalLM, .* make a LlamaForCausalLM"),
         ("llama", {"architectures": ["GPT2LMHeadModel"]}, "the architecture is GPT2LMHeadModel; known are"),
-        ("qwen3_moe", {"num_experts": 8}, r"num_experts is 8 .* 4 in this run \(--num-experts\)"),
-        ("qwen3_moe", {"num_experts_per_tok": 1}, r"num_experts_per_tok is 1 .* \(--moe-router-topk\)"),
-        ("qwen3_moe", {"norm_topk_prob": False}, r"norm_topk_prob is False .* \(--moe-router-pre-softmax\)"),
-        ("deepseek_v3", {"routed_scaling_factor": 1.5}, r"is 1.5 .* 2.5 .* \(--moe-router-topk-scaling-factor\)"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func is 'softmax' .* \(--moe-router-score-function\)"),
+        ("qwen3_moe", {"num_experts": 8}, r"num_experts is 8 .* 4 in this run"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, r"num_experts_per_tok is 1"),
+        ("qwen3_moe", {"norm_topk_prob": False}, r"norm_topk_prob is False"),
+        ("deepseek_v3", {"routed_scaling_factor": 1.5}, r"is 1.5 .* 2.5"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func is 'softmax'"),
         ("deepseek_v3", {"rope_interleave": False}, r"it rotates halves of a head .*\(rope_interleave False\)"),
-        ("deepseek_v3", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run \(--mtp-num-layers, --hyb"),
-        ("deepseek_v3", {"rope_scaling": YARN}, r"rope_scaling is .*'yarn'.* and None .* \(--rope-type --rotary-scal"),
-        ("nemotron_h", {"ssm_state_size": 7}, r"ssm_state_size is 7 .* 5 in this run \(--mamba-state-dim\)"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run"),
+        ("deepseek_v3", {"rope_scaling": YARN}, r"rope_scaling is .*'yarn'.* and None"),
+        ("nemotron_h", {"ssm_state_size": 7}, r"ssm_state_size is 7 .* 5 in this run"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, r"another activation than SiLU \(mamba_hidden_act 'gelu'\)"),
         ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, r"clamp the time step \(time_step_limit \[0.0, 0.1\]\)"),
-        ("nemotron_h", {"hybrid_override_pattern": "ME*M-EM*"}, r"'ME\*M-EM\*' .* \(--hybrid-layer-pattern\)"),
-        ("nemotron_h", {"moe_latent_size": None}, r"moe_latent_size is None .* 24 in this run \(--moe-latent-size\)"),
-        ("nemotron_h", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run \(--mtp-num-layers, --hybrid-layer-p"),
-        ("nemotron_h", {"mtp_hybrid_override_pattern": "E"}, r"is 'E' .* '\*E' in this run \(--hybrid-layer-pattern\)"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME*M-EM*"}, r"'ME\*M-EM\*'"),
+        ("nemotron_h", {"moe_latent_size": None}, r"moe_latent_size is None .* 24 in this run"),
+        ("nemotron_h", {"num_nextn_predict_layers": 0}, r"is 0 .* 1 in this run"),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": "E"}, r"is 'E' .* '\*E' in this run"),
     ],
 )
-def test_every_difference_is_named_with_both_values_and_the_flag(name: str, changes: Config, message: str) -> None:
+def test_every_difference_is_named_with_both_values(name: str, changes: Config, message: str) -> None:
     config = {key: value for key, value in {**CONFIGS[name], **changes}.items() if value is not None}
     with pytest.raises(RefitError, match=message):
         check_config(config, family_from_config(CONFIGS[name]))
@@ -166,7 +166,7 @@ def test_published_configurations_fit_the_models_that_their_flags_make(name: str
         return
     check_config(config, LlamaFamily(replace(traits, rope_scaling_factor=8.0)))
     for factor in (None, 32.0):
-        with pytest.raises(LoadError, match=r"rope_scaling is .* \(--use-rope-scaling --rope-scaling-factor\)"):
+        with pytest.raises(LoadError, match=r"rope_scaling is"):
             check_config(config, LlamaFamily(replace(traits, rope_scaling_factor=factor)))
 
 
@@ -175,7 +175,7 @@ def test_yarn_is_compared_with_its_defaults() -> None:
     check_config(tiny_models.DEEPSEEK_V3 | {"rope_scaling": YARN | {"beta_fast": 32, "mscale_all_dim": 0}}, family)
     check_config(tiny_models.DEEPSEEK_V3 | {"rope_parameters": YARN | {"rope_theta": 10000.0}}, family)
     for changes in ({"beta_fast": 16}, {"factor": 20}, {"mscale_all_dim": 1.0}, {"rope_type": "default"}):
-        with pytest.raises(LoadError, match=r"rope_scaling is .* \(--rope-type --rotary-scaling-factor --mscale"):
+        with pytest.raises(LoadError, match=r"rope_scaling is"):
             check_config(tiny_models.DEEPSEEK_V3 | {"rope_scaling": YARN | changes}, family)
 
 

@@ -266,16 +266,22 @@ def test_layers_of_a_model_that_does_not_fit_into_memory_are_sampled(
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "tp=2",
-            r"quantization_config \(fp8\): only the engine knows",
+            r"its weights are quantized \(quantization_config .*, and not in block FP8",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "tp=2",
             r"\bquantization_config \(fp8\): plans are of weights in the type .* in the format fp8_block",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "tp=2", r"rope_scaling \(linear\): no model that Megatr"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "tp=2", r"rope_parameters \(longrope\): no model that Meg"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "tp=2", "sliding_window: the trainer's layers attend"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "tp=2", r"rotary positions are scaled by .*'linear'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "tp=2", r"rotary positions are scaled by .*'longrope'"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096},
+            "tp=2",
+            r"its attention has a window \(sliding_window 4096\)",
+        ),
+        ({"partial_rotary_factor": 0.5}, "tp=2", "it rotates a part of each head"),
+        ({"rope_theta": 10000.5}, "tp=2", "Megatron takes whole numbers"),
     ],
 )
 def test_what_megatron_or_a_live_engine_would_refuse_is_not_proved(

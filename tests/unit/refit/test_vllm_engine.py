@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,22 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_patches.refit.control import rendezvous as rendezvous_module
-from megatron_patches.refit.control.rendezvous import Rendezvous
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.parties.registry import Registry
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from megatron_patches.refit.control.messages import State, StateLog
+from megatron_patches.refit.control.messages import State
 from megatron_patches.refit.vllm import all_or_none, patches
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
-from megatron_patches.refit.vllm.joining import Joining
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker import RefitWorker
-from megatron_patches.refit.vllm.worker_session import ServingModel
 
 FIRST, SECOND = "1" * 64, "2" * 64
 JOIN = {"host": "10.0.0.5", "port": 1, "timeout_s": 1.0, "sources": 1}
@@ -135,7 +129,7 @@ class Meeting:
     [
         ({}, None),
         ({"token": SECOND}, "by another session than the one that this engine has joined since"),
-        ({"host": "10.0.0.6"}, "asked to connect to a trainer at 10.0.0.6:1"),
+        ({"host": "10.0.0.6"}, "asked to connect to a trainer at 10.0.0.6"),
     ],
 )
 def test_engines_meet_only_where_the_own_trainer_says(
@@ -196,13 +190,11 @@ def test_a_worker_tells_its_operator_what_a_refit_waits_for(monkeypatch: pytest.
         (["10.0.0.6"], {}, False),
         (["192.168.0.0/16", "10.0.0.0/24"], {}, True),
         (["10.0.0.0/30"], {}, False),
-        (["10.0.0.5:1"], {}, True),
-        (["10.0.0.5:2"], {}, False),
-        (["10.0.0.0/24:1"], {}, True),
         (["10.0.0.5"], {"host": "trainer-0"}, False),
-        (["Trainer-0:1"], {"host": "trainer-0"}, True),
-        (["trainer-0:1"], {"host": "TRAINER-0", "port": 2}, False),
-        (["[fd00::1]:1"], {"host": "fd00::1"}, True),
+        (["Trainer-0"], {"host": "trainer-0"}, True),
+        (["trainer-0"], {"host": "TRAINER-1"}, False),
+        (["fd00::1"], {"host": "fd00::1"}, True),
+        (["fe80::1%eth0"], {"host": "fe80::1%eth0"}, True),
         (["fd00::/64"], {"host": "fd00::1"}, True),
         (["fd00::/64"], {}, False),
     ],
@@ -225,7 +217,7 @@ def test_an_engine_connects_to_no_trainer_but_those_that_its_operator_has_named(
         ({"trainer": ["a"]}, "unknown field `trainer`"),
         ({"trainers": "10.0.0.5"}, "Expected `array"),
         ({"trainers": ["10.0.0.5/8"]}, "has host bits set"),
-        ({"trainers": ["10.0.0.5:port"]}, "'10.0.0.5:port' has no port but 'port'"),
+        ({"trainers": ["trainer-0:29600"]}, "'trainer-0:29600' must be like .*; trainers choose their ports"),
         ({"trainers": [""]}, "must be like 10.0.0.5"),
         ({"trainers": ["10.0.0.5, 10.0.0.6"]}, "'10.0.0.5, 10.0.0.6' must be like 10.0.0.5"),
         ({"trainers": ["[::1"]}, "must be like 10.0.0.5"),
@@ -243,24 +235,11 @@ def test_a_worker_uses_the_nics_that_its_operator_has_set() -> None:
     assert RefitCall(call="receive").links(config).nics == "mlx5_0"
 
 
-@pytest.mark.parametrize(("field", "value"), [("transport", "pigeon"), ("memory", "elsewhere")])
-def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(
-    field: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("field", ["transport", "memory", "payload"])
+def test_a_worker_does_not_begin_what_it_does_not_know(field: str) -> None:
     """The trainer is told so at once; for whoever has joined and then keeps silent it waits for the time-out."""
-    monkeypatch.setattr(rendezvous_module, "_ARRIVING_S", 0.2)
-    rendezvous = Rendezvous(1, 60.0, Registry(1).answer)
-    try:
-        call = {"call": "join", **asdict(rendezvous.invitation), "sources": 1, field: value}
-        parallel = SimpleNamespace(data_parallel_index=0, world_size=1, world_size_across_dp=1, rank=0)
-        config = SimpleNamespace(parallel_config=parallel)
-        serving = ServingModel(nn.Linear(1, 1), cast(Any, config), torch.device("cpu"))
-        with pytest.raises(ValueError, match=value):
-            Joining(RefitCall(**cast(Any, call)), serving, 0, StateLog("a trainer", logging.DEBUG))
-        with pytest.raises(RefitError, match="1 of the workers of it did not join"):
-            rendezvous.check_joined([0], "it")
-    finally:
-        rendezvous.close()
+    with pytest.raises(ValueError, match=f"Invalid init_info: Invalid enum value 'pigeon' - at `.*{field}`"):
+        engine(1).parse_init_info({"call": "join", **JOIN, field: "pigeon"})
 
 
 class Session:
