@@ -214,12 +214,13 @@ def _sort(made: Sequence[Pair], users: Users, given: Sequence[Pair]) -> tuple[li
 
 
 def _lie_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are dense, with their elements in the same order, on one device."""
+    """Whether two tensors of one shape are dense, with elements of one type in the same order, on one device."""
     steps = [
         [step for step, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
         for tensor in (old, new)
     ]
-    return old.device == new.device and steps[0] == steps[1] and is_dense(old)
+    alike = old.device == new.device and old.dtype is new.dtype
+    return alike and steps[0] == steps[1] and is_dense(old)
 
 
 def _has_kernel(device: torch.device) -> bool:

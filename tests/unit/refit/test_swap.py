@@ -99,6 +99,16 @@ def test_a_failure_at_any_moment_is_undone(case: str, monkeypatch: pytest.Monkey
         assert [raw(one) for one, _ in pairs] == old
 
 
+def test_elements_of_another_type_are_converted() -> None:
+    old, new = torch.randn(700, dtype=torch.bfloat16), torch.randn(700, dtype=torch.float16)
+    before = old.clone()
+    swap = Swap([(old, new)], room_bytes=ROOM)
+    swap.run()
+    assert torch.equal(old, new.bfloat16())
+    swap.undo()
+    assert torch.equal(old, before)
+
+
 def shifted(shape: tuple[int, ...], seed: int, by: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """Memory that begins ``by`` bytes past a multiple of 16, with bytes around it that belong to nobody."""
     flat = torch.full((torch.Size(shape).numel() * dtype.itemsize + 64,), 0xA5, dtype=torch.uint8)
