@@ -63,26 +63,24 @@ def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
     words = training.replace("\\\n", " ").split()
     variables, (launcher, *arguments) = words[:2], words[2:]
     assert launcher == "torchrun"
-    export = ["-m", "megatron_patches.refit", "export", "--load", "runs/tiny", "--output", "exported"]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = os.environ | dict(word.split("=") for word in variables) | {"PYTHONPATH": str(ROOT)}
-    output, errors = "", []
-    # A port of its own: other runs may use the launcher's default.
-    for command in (["-m", "torch.distributed.run", "--standalone", *arguments], export):
-        done = subprocess.run(
-            [sys.executable, *command],
-            check=False,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
-        output += done.stdout
-        errors.append(done.stderr)
+    done = subprocess.run(
+        # A port of its own: other runs may use the launcher's default.
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | dict(word.split("=") for word in variables) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    export = ("-m", "megatron_patches.refit", "export", "--load", "runs/tiny", "--output", "exported")
+    exported = run_program(*export, folder=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    output = done.stdout + exported.stdout
     # No warnings but one of ours, that there is no GPU.
-    warned = errors[0].splitlines()
+    warned = done.stderr.splitlines()
     assert [line for line in warned if not line.startswith("WARNING:megatron_patches.cpu:no CUDA device:")] == []
     assert len(warned) <= 1
     assert "WARNING" not in output
