@@ -60,7 +60,7 @@ def megatron_with_te_on_cpu() -> None:
 
 
 def _import_what_trainings_need() -> None:
-    import megatron.core.tokenizers.text
+    import megatron.core.tokenizers.text  # imports transformers; the first tokenizer of a process would
     import megatron.training.training  # noqa: F401
     import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
 
