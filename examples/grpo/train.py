@@ -217,7 +217,7 @@ class Microbatches:
                 found = [str(error)]
         dist.broadcast_object_list(found, src=0)
         if isinstance(found[0], str):
-            exit_with(found[0], dist.get_rank())
+            exit_with(found[0])
         groups: list[Group] = found[0]
         return groups
 
@@ -312,7 +312,7 @@ def main() -> None:
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
         pretrain(config, build_data, ModelType.encoder_or_decoder, forward_step)
     except (GrpoError, RefitError) as error:
-        exit_with(" ".join(str(error).split()), args.rank)
+        exit_with(" ".join(str(error).split()))
     if dist.is_initialized():
         dist.destroy_process_group()
 

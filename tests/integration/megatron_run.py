@@ -23,10 +23,8 @@ from typing import Any, TypeVar
 import torch
 
 import megatron_patches
-from megatron_patches import cpu, registry
-from megatron_patches.fixes import dataset_build
 from tests.support.launch import RanksFailedError, WorkerPool, on_gpus, session_backend, skip_without_gpus
-from tests.support.prepared import patched_megatron
+from tests.support.prepared import patched_megatron, stock_megatron
 
 T = TypeVar("T")
 
@@ -126,15 +124,11 @@ def train(rank: int, world_size: int, arguments: Sequence[str], script: Path = P
 
 
 def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
-    """:func:`train` with stock Megatron, given only what it cannot start without on this machine.
+    """:func:`train` with stock Megatron, in a pool of :func:`tests.support.prepared.stock_megatron`.
 
-    Without CUDA that are the stand-ins for it, and from a wheel the missing Makefile's. Needs a pool in whose processes
-    nothing else has been run, and ``arguments`` that suit a CPU.
+    ``arguments`` must suit a CPU.
     """
-    if cpu.needed():
-        cpu.prepare_environment()
-        registry.install_records(cpu.records())
-    registry.install_records([dataset_build.RECORD])
+    stock_megatron()
     return _train(rank, world_size, arguments, PRETRAIN_GPT)
 
 

@@ -17,6 +17,8 @@ from megatron_patches.refit.checkpoints.hf_flags import flags_of
 from tests.integration.megatron_run import MegatronPool
 from tests.integration.tiny_models import QWEN3
 from tests.support.ports import free_port
+from tests.support.prepared import vllm_on_cpu
+from tests.support.program import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -156,7 +158,7 @@ def test_recipe_of_grpo_is_accepted_for_a_tiny_qwen3(megatron: MegatronPool, tmp
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_server_of_grpo_is_a_command_that_vllm_takes() -> None:
+def test_server_of_grpo_is_a_command_that_vllm_takes(tmp_path: Path) -> None:
     (command,) = (block for block in FENCED.findall((DOCS / "rl.md").read_text()) if "vllm.entrypoints" in block)
     words = shlex.split(command.replace("\\\n", " "))
     start = words.index("vllm.entrypoints.openai.api_server")
@@ -168,11 +170,6 @@ def test_server_of_grpo_is_a_command_that_vllm_takes() -> None:
         "[resolve_name(name) for name in [*args.middleware, args.worker_extension_cls]]; "
         "print(args.model, args.max_model_len, args.weight_transfer_config.backend, len(args.middleware))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *words[start + 1 :]],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    (tmp_path / "read.py").write_text(code)
+    done = run_program(str(tmp_path / "read.py"), *words[start + 1 :], prepared=vllm_on_cpu)
     assert done.stdout.splitlines()[-1:] == ["Qwen/Qwen3-0.6B 2048 etp 2"], done.stderr[-2000:]

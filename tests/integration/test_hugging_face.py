@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,28 +75,12 @@ def examples() -> list[str]:
     return [block for block in blocks if "HuggingFaceStorageWriter" not in block]
 
 
-# gloo's threads free tensors after a collective has ended. One that still does when the interpreter exits aborts it, in
-# stock PyTorch too. Our launcher waits for them: see megatron_patches.process_exit.
-SETTLED = "import time\ntime.sleep(0.5)\n"
-
-
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
     example, _, _ = examples()
-    (tmp_path / "speech.py").write_text(example + SETTLED)
-    # A file for each rank: what two of them write to one pipe runs together.
-    where = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *where, "speech.py"],
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    (tmp_path / "speech.py").write_text(example)
+    done = run_program("speech.py", ranks=2, prepared=transformers_models, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    outputs = [output.read_text() for output in tmp_path.glob("logs/*/attempt_0/*/stdout.log")]
-    assert outputs == ["Parameter ETPShardedParam\n"] * 2
+    assert done.stdout == "Parameter ETPShardedParam\n" * 2
 
 
 SHARDING = "etp.shard_module(model, etp_group=dist.group.WORLD)\n"

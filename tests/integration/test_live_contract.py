@@ -70,6 +70,7 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
     assert "http://127.0.0.1:9" in found["refusals"][-1]
 
 
+@pytest.mark.xdist_group("ray")  # the other test and this one share nothing, and are most of `make test-vllm`
 def test_actors_behind_vllms_ray_client_hold_what_fresh_engines_do(tmp_path: Path) -> None:
     found = found_by("tests.integration.ray_contract", tmp_path, python=engine_python(), timeout_s=300.0)
     (first, second), refused, sent, both = found["states"]

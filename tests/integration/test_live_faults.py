@@ -126,15 +126,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Served]:
-    # Not copies of a template: an engine that is a copy of its server keeps the server's socket open once it is killed.
-    with vllm_server(QWEN3, folder, "--tensor-parallel-size", "2", spawned=True) as server:
+def serving(folder: Path, *, spawned: bool) -> Iterator[Served]:
+    with vllm_server(QWEN3, folder, "--tensor-parallel-size", "2", spawned=spawned) as server:
         yield Served(server, itertools.count(1))
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("server")) as started:
+    with serving(tmp_path_factory.mktemp("server"), spawned=True) as started:
         yield started
 
 
@@ -180,7 +179,8 @@ def test_a_process_that_hangs_for_a_while_leaves_old_or_new_weights(served: Serv
     [("engine", "preparing"), ("worker", "committing"), ("server", "sending"), ("worker", "sending")],
 )
 def test_a_process_that_dies_ends_the_push_with_its_reason(victim: str, phase: str, tmp_path: Path) -> None:
-    with serving(tmp_path) as mortal:
+    # An engine that is a copy of its server would keep the server's socket open once it is killed.
+    with serving(tmp_path, spawned=victim != "worker") as mortal:
         mortal.push(1)
         process = process_of(mortal.server.process, victim)
         found = mortal.push(2, fault=Fault(process.pid, signal.SIGKILL, phase))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.integration.cases import GPT2, LLAMA, MOE, SCHEDULE
 from tests.integration.megatron_run import MegatronPool, train, train_without_patches
-from tests.support.prepared import torch_for_megatron
+from tests.support.prepared import stock_megatron
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
 
@@ -24,7 +24,7 @@ MODELS = {
 
 
 def test_one_shard_is_bitwise_stock() -> None:
-    stock_pool, patched_pool = MegatronPool(torch_for_megatron), MegatronPool()
+    stock_pool, patched_pool = MegatronPool(stock_megatron), MegatronPool()
     try:
         for name, model in MODELS.items():
             arguments = tuple(f"{model} {SCHEDULE} {CPU_FLAGS}".split())

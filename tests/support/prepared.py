@@ -27,16 +27,40 @@ def transformers_models() -> None:
     import etp  # noqa: F401
 
 
-def torch_for_megatron() -> None:
-    """Import torch, where Megatron is to be imported later, in a way of the body's own."""
-    import torch.distributed  # noqa: F401
-
-
 def patched_megatron() -> None:
     """Import and patch Megatron, as bodies do that build or train its models."""
     import megatron_patches
 
     megatron_patches.apply()
+    _import_what_trainings_need()
+
+
+def stock_megatron() -> None:
+    """Import Megatron as it is, given only what it cannot start without on this machine.
+
+    Without CUDA that are the stand-ins for it, and from a wheel the missing Makefile's.
+    """
+    from megatron_patches import cpu, registry
+    from megatron_patches.fixes import dataset_build
+
+    if cpu.needed():
+        cpu.prepare_environment()
+        registry.install_records(cpu.records())
+    registry.install_records([dataset_build.RECORD])
+    _import_what_trainings_need()
+
+
+def megatron_with_te_on_cpu() -> None:
+    """Import and patch Megatron with Transformer Engine's layers, which :func:`te_on_cpu` describes."""
+    from tests.integration import te_on_cpu
+    from tests.support.te_site import SHARED
+
+    te_on_cpu.prepare(str(SHARED))
+    _import_what_trainings_need()
+
+
+def _import_what_trainings_need() -> None:
+    import megatron.core.tokenizers.text  # imports transformers; the first tokenizer of a process would
     import megatron.training.training  # noqa: F401
     import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
 
@@ -98,8 +122,9 @@ MEGATRON: Mapping[str, str] = {
 VARIABLES: Mapping[Callable[[], None], Mapping[str, str]] = {
     torch_alone: {},
     transformers_models: {"HF_HUB_OFFLINE": "1"},
-    torch_for_megatron: MEGATRON,
     patched_megatron: MEGATRON,
+    stock_megatron: MEGATRON,
+    megatron_with_te_on_cpu: MEGATRON,
     te_on_cpu: {"NVTE_TORCH_COMPILE": "0"},
     vllm_on_cpu: {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -89,7 +89,7 @@ VARIANTS = {
     "test_benchmark_delta": (_ALL,),
     "test_benchmark_look_up": (_ALL,),
     "test_benchmark_refit": (_ALL,),
-    "test_benchmark_steps": ("test_sharding_changes",),
+    "test_benchmark_steps": ("test_(sharding_changes|whole_experts)",),
     "test_benchmark_vllm": (_ALL,),
     "test_check_command": (r".*\[pp\]",),
     "test_checkpoint_families": (
@@ -197,7 +197,7 @@ VARIANTS = {
     "test_te_layers": (
         "test_grouped_experts_are_loaded",
         r".*\[(tp2_|etp2_sel|etp2_tied|dp2_etp2_fused|moe_etp2_expert_etp2_recomputed|mxfp8_over|nvfp4_experts)",
-        r".*\[fp8_blockwise_(accumulated|ends|overlapped|stages|vpp)",
+        r".*\[fp8_blockwise_(accumulated|ends|experts_ep2|overlapped|stages|tp2|vpp)",
     ),
     "test_traffic_benchmark": (_ALL,),
     "test_trajectories": (

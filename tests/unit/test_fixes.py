@@ -523,11 +523,11 @@ class TestMuon:
                 weight = MegatronShardedParam.from_full(torch.ones(rows, 2), group, pad_for_alignment=6)
                 weight.requires_grad_(True)
                 assert weight.shape[0] == 6
-                weight.is_qkv = not expected  # type: ignore[attr-defined]
+                weight.is_qkv = not expected
                 chunk.linear_qkv.weight = weight
                 muon._mark_whole_query_groups([chunk], [2, 2, 2])
-                assert weight.is_qkv is expected  # type: ignore[attr-defined]
-                assert weight.qkv_split_shapes == [2, 2, 2]  # type: ignore[attr-defined]
+                assert weight.is_qkv is expected
+                assert weight.qkv_split_shapes == [2, 2, 2]
 
     @pytest.mark.parametrize(
         ("name", "layer_wise", "release", "message"),

@@ -81,13 +81,13 @@ def test_groups_of_one_name_are_counted_together(world: dist.ProcessGroup) -> No
     groups = [WeightGroup([shard_named(name)], world) for name in ("Linear.weight", "Linear.weight", "other")]
     counters = TrafficCounters(groups)
     for group in groups:
-        group.gathers, group.gathered_bytes = 1, group.nbytes
+        group.gathers, group.gathered_bytes = 1, group.spec.nbytes
         group.reductions, group.reduced_bytes = 1, 16
     assert counters.gathers == counters.reductions == {"Linear.weight": 2, "other": 1}
     # A group of one rank gets nothing from peers.
     assert counters.gather_bytes == counters.reduce_bytes == {"Linear.weight": 0, "other": 0}
     groups[0].size = groups[1].size = 2
-    each = groups[0].nbytes // 2
+    each = groups[0].spec.nbytes // 2
     assert counters.gather_bytes == {"Linear.weight": 2 * each, "other": 0}
     assert counters.reduce_bytes == {"Linear.weight": 2 * 8, "other": 0}
     groups[0].reset_counts()
