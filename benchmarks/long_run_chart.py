@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.command_line import positive
+from benchmarks.command_line import positive, writable_file
 
 _NAMES = {"stock": "Megatron, unsharded"}
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=_report, metavar="NAME=FILE", help="at most three")
     parser.add_argument("--every", type=positive, default=20, help="steps of which a point is the mean")
-    parser.add_argument("--plot", type=Path, required=True)
+    parser.add_argument("--plot", type=writable_file, required=True)
     options = parser.parse_args(arguments)
     reports = {name: read(path) for name, path in options.reports}
     for name, report in reports.items():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import existing_file, require_matplotlib
+from benchmarks.command_line import existing_file, require_matplotlib, writable_file
 
 PARTS = ("move", "verify", "commit")
 """The measured parts of a push into a server; the rest is communication between the parties."""
@@ -197,8 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--links", type=existing_file, nargs="*", default=[], help="reports of benchmarks.refit")
     parser.add_argument("--servers", type=existing_file, nargs="*", default=[], help="reports of benchmarks.refit_vllm")
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--table", type=writable_file)
+    parser.add_argument("--plot", type=writable_file)
     options = parser.parse_args(arguments)
     if not (options.links or options.servers):
         parser.error("name reports: --links, --servers, or both")

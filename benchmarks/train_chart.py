@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import train_report
+from benchmarks.command_line import existing_file, writable_file
 from benchmarks.train_shapes import GRAPH, SYSTEMS
 
 _BASES = ("none", "none" + GRAPH)
@@ -78,9 +79,9 @@ def title_of(report: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the reports that are named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", type=Path, nargs="+", help="reports of benchmarks.train_step")
+    parser.add_argument("reports", type=existing_file, nargs="+", help="reports of benchmarks.train_step")
     parser.add_argument("--title", help="above the chart (default: model and GPUs)")
-    parser.add_argument("--plot", type=Path, required=True, help="file to write")
+    parser.add_argument("--plot", type=writable_file, required=True, help="file to write")
     options = parser.parse_args(arguments)
     reports = train_report.load(options.reports)
     draw(reports, options.title or title_of(reports[0]), options.plot)

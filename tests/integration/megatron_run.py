@@ -24,7 +24,7 @@ import torch
 
 import megatron_patches
 from tests.support.launch import RanksFailedError, WorkerPool, on_gpus, session_backend, skip_without_gpus
-from tests.support.prepared import patched_megatron, stock_megatron
+from tests.support.prepared import patched_megatron
 
 T = TypeVar("T")
 
@@ -128,7 +128,6 @@ def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) 
 
     ``arguments`` must suit a CPU.
     """
-    stock_megatron()
     return _train(rank, world_size, arguments, PRETRAIN_GPT)
 
 

@@ -163,6 +163,9 @@ def unsupported(config: Mapping[str, object]) -> Iterator[str]:
         )
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         yield f"its attention has a window (sliding_window {config['sliding_window']})"
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name), Mapping | None):
+            yield f"its {name} is {config[name]!r}, and no table of settings"
     places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
     parts = [
         place["partial_rotary_factor"]

@@ -1,4 +1,4 @@
-"""Chooses the transport if the user named none."""
+"""Chooses the transport if the user named none, and says why one that was named cannot be used."""
 
 from __future__ import annotations
 
@@ -59,3 +59,17 @@ def choose(localities: Collection[Locality]) -> TransportName:
         cuda = {locality.cuda for locality in localities}
         return TransportName.CUDA_IPC if len(cuda) == 1 and "" not in cuda else TransportName.SHM
     return TransportName.NIXL if all(locality.nixl for locality in localities) else TransportName.TCP
+
+
+def why_not_here(transport: TransportName | None) -> str:
+    """Why this process cannot use a transport that the user named; empty if nothing is known against it."""
+    # Imported here, as above.
+    import torch
+
+    from megatron_patches.refit.transports import nixl_agent
+
+    if transport is TransportName.NIXL and not nixl_agent.is_installed():
+        return "nixl is not installed here: pip install nixl, or choose another transport"
+    if transport is TransportName.CUDA_IPC and not torch.cuda.is_available():
+        return "cuda_ipc reads weights on a GPU, and PyTorch sees none here; choose another transport"
+    return ""

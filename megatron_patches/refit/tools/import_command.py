@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -22,7 +24,8 @@ from megatron_patches.refit.checkpoints.megatron_checkpoint import process_group
 from megatron_patches.refit.command import run_together
 from megatron_patches.refit.control.exchange import describe_error, free_text
 from megatron_patches.refit.errors import LoadError, UnsupportedModelError
-from megatron_patches.refit.models.config_traits import family_from_config, read_config
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.models.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.progress import Progress
 
 if TYPE_CHECKING:
@@ -59,9 +62,11 @@ def _import(options: argparse.Namespace, progress: Progress) -> str:
     """Does what the command line says. Returns what was written, in words."""
     sizes = ParallelSizes.from_options(options)
     sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
-    _check_free(options.save)
+    _check_target(options.save, options.hf)
     config = read_config(options.hf)
     flags = flags_of(config, options.hf.absolute())  # saved: a later run may start elsewhere
+    family = family_from_config(config)
+    _check_room(options.save, sum(map(math.prod, family.shapes().values())) * itemsize(dtype_of(config)))
     patch_megatron()
     args = _arguments(flags, options.save)
     refuse_unbuildable(args)
@@ -69,16 +74,16 @@ def _import(options: argparse.Namespace, progress: Progress) -> str:
     with process_groups(sizes, timedelta(minutes=options.timeout_minutes)):
         with redirect_stdout(StringIO()):
             chunks = build_chunks(args, sizes)
-        report = load_hf_checkpoint(
-            chunks, options.hf, tokens=family_from_config(config).traits.vocab_size, progress=progress
-        )
+        report = load_hf_checkpoint(chunks, options.hf, tokens=family.traits.vocab_size, progress=progress)
         progress.phase("write", 0)
         _save(chunks, args)
     return "\n".join([*report.lines(), f"written to {options.save}"])
 
 
-def _check_free(directory: Path) -> None:
+def _check_target(directory: Path, hf: Path) -> None:
     """Raises LoadError if something is in the directory already, or it cannot be written."""
+    if directory.resolve() == hf.resolve():
+        raise LoadError(f"--save and --hf are both {directory}; name a new directory to write to")
     try:
         if directory.exists() and any(directory.iterdir()):
             raise LoadError(f"--save {directory} is not empty; name a new directory, or remove what is in it")
@@ -86,6 +91,16 @@ def _check_free(directory: Path) -> None:
             pass
     except OSError as error:
         raise LoadError(f"--save {directory}: {error.strerror}; name a directory that can be written") from error
+
+
+def _check_room(directory: Path, needed: int) -> None:
+    """Raises LoadError if so many bytes have no room there."""
+    folder = _existing(directory)
+    if shutil.disk_usage(folder).free < needed:
+        raise LoadError(
+            f"--save {directory}: the weights take {needed / 1e6:.1f} MB, and {free_text(folder)} there; make room, or "
+            "name another directory"
+        )
 
 
 def _existing(directory: Path) -> Path:

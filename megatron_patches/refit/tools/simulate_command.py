@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     if replicas < 1:
         raise RefitError(f"--replicas is {replicas}; a version gets to one engine at least")
     if options.json is not None:
-        _write(options.json, "", "a")  # fails before minutes of work
+        _require_writable(options.json)  # before minutes of work
     return sides, simulate(sides, options.workers, options.requests, replicas, options.between_hosts, progress)
 
 
@@ -202,10 +203,14 @@ def _waves(found: SimulatedFanOut) -> Mapping[str, object]:
     }
 
 
-def _write(file: Path, text: str, mode: str = "w") -> None:
+def _require_writable(file: Path) -> None:
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise RefitError(f"--json is {file}, which cannot be written; name another file")
+
+
+def _write(file: Path, text: str) -> None:
     try:
-        with file.open(mode, encoding="utf-8") as out:
-            out.write(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RefitError(f"--json is {file}, which cannot be written ({error.strerror}); name another file") from error
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_patches.refit.control.credentials import Credentials
+from megatron_patches.refit.parties.choosing import why_not_here
 from megatron_patches.refit.trainer.session import RefitOptions
 from megatron_patches.refit.transports.base import AUTO, TransportName
 
@@ -100,7 +101,7 @@ def options_from(
         more: further options by name: each the name of its flag, without the prefix, and its value.
 
     Raises:
-        ValueError: with the flag's name if a value is out of range.
+        ValueError: with the flag's name if a value is out of range, or the transport cannot be used in this process.
     """
     start, given = prefix.replace("-", "_"), vars(args)
     values: dict[str, tuple[str, Any]] = {
@@ -114,6 +115,8 @@ def options_from(
             options = replace(options, **{name: value})
         except ValueError as error:
             raise ValueError(f"--{prefix}{flag}: {error}") from error
+    if why := why_not_here(options.transport):
+        raise ValueError(f"--{prefix}transport: {why}")
     return options
 
 

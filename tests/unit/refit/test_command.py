@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +21,11 @@ from megatron_patches.refit.__main__ import build_parser
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.http_calls import HttpCalls
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.layout.dtypes import itemsize
+from megatron_patches.refit.models.config_traits import dtype_of, family_from_config
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.tools import check_command, import_command, push_command
+from tests.integration.tiny_models import QWEN3
 from tests.support.imports import ROOT
 
 PROGRAM = """
@@ -74,6 +80,32 @@ def test_an_import_that_cannot_be_written_is_refused_before_anything_is_read(
         assert line.startswith(f"error: --save {save}: ")
         assert line.endswith("; name a directory that can be written")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_import_into_the_checkpoint_itself_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert run("import", "--hf", str(tmp_path), "--save", f"{tmp_path}/../{tmp_path.name}") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: --save and --hf are both {tmp_path}/../{tmp_path.name}; name a new directory to write to"
+
+
+def begin() -> None:
+    raise RefitError("it has begun")
+
+
+def test_an_import_without_room_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    needed = sum(map(math.prod, family_from_config(QWEN3).shapes().values())) * itemsize(dtype_of(QWEN3))
+    usage = shutil.disk_usage(tmp_path)
+    for free, why in ((needed - 1, "the weights take "), (needed, "has begun")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        monkeypatch.setattr(import_command, "patch_megatron", begin)
+        assert run("import", "--hf", str(tmp_path), "--save", str(tmp_path / "saved")) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert why in line
+        assert line.endswith("there; make room, or name another directory") is (free < needed)
 
 
 def test_samples_that_a_virtual_pipeline_cannot_score_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ def test_a_model_fits_the_configuration_that_it_was_read_from_or_writes(name: st
         ("llama", {"rope_parameters": {"rope_theta": 7.0}, "rope_theta": None}, r"rope_theta is 7.0"),
         ("llama", {"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-06 .* 1e-05 in this run"),
         ("llama", {"rope_scaling": {"factor": 8.0}}, r"rope_scaling is .*'factor': 8.0.* and None in this run"),
+        ("llama", {"rope_scaling": "linear"}, "its rope_scaling is 'linear', and no table of settings"),
         ("llama", {"rope_scaling": LLAMA_3}, r"rope_scaling is .*llama3.* None in this run"),
         (
             "llama",

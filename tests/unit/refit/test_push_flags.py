@@ -24,6 +24,7 @@ from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.engine_client import PauseMode
 from megatron_patches.refit.trainer.push_flags import add_flags, options_from
 from megatron_patches.refit.trainer.session import OnEngineFailure, RefitOptions
+from megatron_patches.refit.transports import nixl_agent
 from megatron_patches.refit.transports.base import TransportName
 from tests.integration.tiny_models import QWEN3
 
@@ -84,12 +85,27 @@ def test_a_program_may_name_what_the_flags_name() -> None:
             RefitOptions(**{**named, wrong: "pigeon"})
 
 
-def test_the_transport_that_is_named_or_none() -> None:
+def test_the_transport_that_is_named_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(nixl_agent, "is_installed", lambda: True)
     parser = argparse.ArgumentParser()
     add_flags(parser)
     assert options_from(parser.parse_args(["--transport", "auto"]), 7.0).transport is None
     for name in TransportName:
         assert options_from(parser.parse_args(["--transport", name.value]), 7.0).transport is name
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("nixl", "nixl is not installed here: pip install nixl"), ("cuda_ipc", "cuda_ipc reads weights on a GPU")],
+)
+def test_a_transport_that_cannot_be_used_here_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, why: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(nixl_agent, "is_installed", lambda: False)
+    parser = refit_training.add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--refit-transport", name])
+    with pytest.raises(UnsupportedConfigurationError, match=f"^--refit-transport: {why}.*, .*choose another transport"):
+        refit_training.check(args)
 
 
 def test_a_training_script_takes_them_with_their_prefix() -> None:
