@@ -50,7 +50,7 @@ def dense_bits(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 @settings(
-    max_examples=examples(3000), deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(1600), deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
 )
 @given(st.integers(0, 2**32))
 def test_random_layouts_arrive_whole_and_nothing_else_is_written(seed: int) -> None:
