@@ -108,7 +108,7 @@ class TileTable(Table):
     """The tiles of some matrices of one dtype.
 
     Args:
-        matrices: the matrices. Their memory must live as long as the table.
+        matrices: the matrices. Their memory, of which the table has the addresses alone, must live during launches.
     """
 
     def __init__(self, matrices: Sequence[Tiled]) -> None:
@@ -126,7 +126,6 @@ class TileTable(Table):
         ]
         # All rows begin and end at multiples of 16 elements and bytes.
         super().__init__(sources, entries, aligned=(0, 1, 3, 4), tile=TILE, warps=_WARPS * sources[0].dtype.itemsize)
-        self._kept = matrices
 
 
 def tables_of(matrices: Iterable[Tiled]) -> list[TileTable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from megatron_patches.refit.memory.delta import Base, delta_bytes
 from megatron_patches.refit.memory.delta import encode_delta as host_encode
 from megatron_patches.refit.memory.device_port import DevicePort
 from megatron_patches.refit.memory.loads import Terms
-from megatron_patches.refit.memory.ports import Batch, HostPort, Payload, Piece
+from megatron_patches.refit.memory.ports import Batch, FlatMemory, HostPort, Payload, Piece
 from megatron_patches.refit.memory.sender import Sender
 from megatron_patches.refit.memory.staging import StagingPool
 from megatron_patches.refit.memory.unpacker import Unpacker
 from megatron_patches.refit.planning.plan import make_plan
+from megatron_patches.refit.source.block_parts import KernelParts
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from tests.gpu.devices import needs_gpus
@@ -183,24 +185,63 @@ def test_a_version_is_sent_relative_to_the_last_one(fraction: float, on_host: bo
     assert [pool.leased_bytes for pool in pools] == [0, 0]
 
 
-def test_loads_are_read_when_they_are_quantized() -> None:
-    """What quantizes begins after the loads were asked for; nothing but the last storage is waited for."""
+def layers_to_quantize() -> Fp8BlockSource:
+    """A source of 24 weights of one shape."""
     shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (4096, 1024) for layer in range(24)}
     weights = {name: uneven((4096, 1024), at % 3) for at, name in enumerate(shapes)}
     manifest, memory = held_by(0, weights, [Box(name, (0, 0), shape) for name, shape in shapes.items()])
-    source = Fp8BlockSource(
+    return Fp8BlockSource(
         HeldWeights(shapes, manifest, {name: flat.cuda() for name, flat in memory.items()}, torch.device("cuda")),
         WeightFormat.FP8_BLOCK,
         Exchange(),
     )
+
+
+def test_a_gpu_is_given_groups_when_readers_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first at once, all others by the end; each once for each version."""
+    given: list[int] = []
+    quantize = KernelParts.quantize
+
+    def note(parts: KernelParts, group: int, *arguments: Any) -> None:
+        given.append(group)
+        quantize(parts, group, *arguments)
+
+    monkeypatch.setattr(KernelParts, "quantize", note)
+    source = layers_to_quantize()
+    source.describe(0)
+    layer = 4096 * 1024  # a group is three of them
+    for _ in range(2):
+        given.clear()
+        source.settle()
+        assert given == [0]
+        for ends, expected in (
+            ({"memory of another": 10**12}, 1),
+            ({"quantized weights": 3 * layer}, 1),
+            ({"quantized weights": 3 * layer + 1}, 2),
+            ({"scales of quantized weights": 4 * 32 * 8, "quantized weights": 1}, 2),
+            ({"quantized weights": 12 * layer, "memory of another": 1}, 4),
+            ({"scales of quantized weights": 15 * 32 * 8 + 1}, 6),
+        ):
+            source.await_written(ends)
+            assert given == list(range(expected))
+        source.finish()
+        assert given == list(range(8))
+        source.confirm()
+        assert given == list(range(8))
+
+
+def test_loads_are_read_when_they_are_quantized() -> None:
+    """What quantizes begins after the loads were asked for; nothing but the last storage is waited for."""
+    source = layers_to_quantize()
     held = source.describe(0).manifest
     specs = [TensorSpec(one.box.tensor, one.box.shape, held.storage[one.view.storage].dtype) for one in held.placements]
     plan = make_plan(specs, [held], [held])
     terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=5 << 20))
     sender: Sender | None = None
+    memory: FlatMemory = {}
     for number in range(2):
         with torch.cuda.stream(source.stream()):
-            for flat in source.look_up().values() if number else ():
+            for flat in memory.values():
                 flat.view(torch.uint8).fill_(0x55)
             torch.cuda._sleep(400_000_000)
             late = torch.cuda.Event()
@@ -215,8 +256,9 @@ def test_loads_are_read_when_they_are_quantized() -> None:
             assert not packing[0].done() or late.query()  # a host that other tests use may take as long as the sleep
         packets = [one.result() for one in packing]
         source.confirm()
+        memory = source.look_up()
         source.finish()
-        sender.renew(source.look_up())
+        sender.renew(memory)
         for load, packet, slot in zip(sender.loads[0], packets, slots, strict=True):
             again = torch.empty_like(slot)
             assert sender.pack_into(load, number, again).result().digests == packet.digests

@@ -2,13 +2,14 @@
 
 On a GPU, blocks that are whole on this rank are read once: one kernel finds their scales and casts them. The others are
 measured first, because their scales depend on other parts. Weights are quantized in some groups, in the order of their
-bytes, so that the first ones can be sent meanwhile. The number of launches does not depend on that of weights.
+bytes, so that the first ones can be sent before the last are quantized. The number of launches does not depend on that
+of weights.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
@@ -82,18 +83,20 @@ class BlockPart:
         return of_blocks.as_strided(self.blocks, (self.pitch, 1), of_blocks.storage_offset() + self.place)
 
 
-Written = Callable[[int, int], None]
-"""Hears how many of the rank's bytes, and of its scales, are written once the current stream has done its work."""
-
-
 class BlockParts(ABC):
     """The parts of quantized weights that a rank holds.
+
+    Attributes:
+        begins: of each group in which they are quantized, the first byte, and the first scale, that it or a later group
+            writes. Both ascend.
 
     Args:
         parts: the parts.
         quantized: flat memory for their bytes, uint8.
         power_of_two: whether scales are powers of two.
     """
+
+    begins: Sequence[tuple[int, int]]
 
     @abstractmethod
     def __init__(self, parts: Sequence[BlockPart], quantized: torch.Tensor, *, power_of_two: bool) -> None: ...
@@ -115,22 +118,23 @@ class BlockParts(ABC):
         """
 
     @abstractmethod
-    def quantize(self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: Written) -> None:
-        """Casts the weights to E4M3.
+    def quantize(self, group: int, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor) -> None:
+        """Casts the weights of a group to E4M3: on a GPU, by work on the current stream.
 
         Args:
-            weights: flat memory, by storage.
+            group: its number.
+            weights: flat memory, by storage; those that :meth:`measure` was last called with.
             scales: what to multiply the weights of each of the rank's blocks with, fp32.
             inverse: their inverses, fp32. Overwritten for blocks that :meth:`measure` left out, with NaN for a block
                 that has an element which is infinite or not a number.
-            written: called before and in between, as more is written.
         """
 
 
 class HostParts(BlockParts):
-    """With PyTorch; see :class:`BlockParts`."""
+    """With PyTorch, in one group; see :class:`BlockParts`."""
 
     def __init__(self, parts: Sequence[BlockPart], quantized: torch.Tensor, *, power_of_two: bool) -> None:
+        self.begins = [(0, 0)]
         self._parts = [chunk for part in parts for chunk in _chunks(part)]
         self._quantized, self._power_of_two = quantized, power_of_two
 
@@ -147,9 +151,9 @@ class HostParts(BlockParts):
             known = part.numbers(amax)  # of other parts of the same blocks
             torch.maximum(known, largest, out=known)
 
-    def quantize(self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: Written) -> None:
+    def quantize(self, group: int, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor) -> None:
         """See :class:`BlockParts`. All is written when it returns."""
-        del inverse, written
+        del group, inverse
         for part in self._parts:
             blocks, scale = _blocks(part, weights), part.numbers(scales)[:, None, :, None]
             if self._power_of_two and blocks.dtype is torch.bfloat16:
@@ -190,6 +194,7 @@ class KernelParts(BlockParts):
             if part.view.shape[1] > 1 and part.view.strides[1] != 1:
                 raise RefitError(f"{part.box} lies transposed in the trainer's memory, where it cannot be quantized")
         self._groups = _grouped(sorted(parts, key=lambda part: part.first_byte))
+        self.begins = [group.begins for group in self._groups]
         self._storages = tuple(dict.fromkeys(part.view.storage for part in parts))
         self._quantized, self._power_of_two = quantized, power_of_two
         self._addresses: tuple[int, ...] = ()
@@ -215,17 +220,16 @@ class KernelParts(BlockParts):
             for table in others:
                 kernels.largest_magnitudes(table, amax, checked=True)
 
-    def quantize(self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: Written) -> None:
-        """See :class:`BlockParts`; :meth:`measure` must have been called with the same weights."""
+    def quantize(self, group: int, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor) -> None:
+        """See :class:`BlockParts`."""
         from etp.formats import kernels
 
         del weights
-        for group, (whole, others) in zip(self._groups, self._tables, strict=True):
-            written(*group.begins)
-            for table in whole:
-                kernels.quantize_blocks(table, inverse, power_of_two=self._power_of_two, epsilon=0.0, checked=True)
-            for table in others:
-                kernels.cast(table, scales)
+        whole, others = self._tables[group]
+        for table in whole:
+            kernels.quantize_blocks(table, inverse, power_of_two=self._power_of_two, epsilon=0.0, checked=True)
+        for table in others:
+            kernels.cast(table, scales)
 
     def _tables_of(self, pieces: Sequence[BlockPart], weights: FlatMemory) -> list[TileTable]:
         from etp.formats.kernels import Tiled, tables_of
@@ -244,7 +248,7 @@ class KernelParts(BlockParts):
 def _grouped(parts: Sequence[BlockPart]) -> list[_Group]:
     """Groups of about equal size, in order."""
     size = sum(part.box.volume for part in parts) / _GROUPS
-    groups: list[list[BlockPart]] = [[]]
+    groups: list[list[BlockPart]] = []
     filled = 0
     for part in parts:
         if filled >= size * len(groups):

@@ -12,10 +12,15 @@ they are written. So neither a look-up nor waiting for a part takes longer for m
 once which blocks do. Then a push costs one all-reduce over these blocks. Each rank of a block holds its scale. On a
 GPU, the scale of a block that is whole on a rank follows from that rank alone. So if another replica of the weight cuts
 that block, all parts must be there, as they are with every mesh of Megatron's and PyTorch's.
+
+[Note: groups] A GPU is given the first group of weights to quantize at once, and each later one when a reader asks for
+what it writes. With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for, work of all streams waits in one queue:
+if all groups were in it, even the digests of embeddings, which are not quantized, would begin after the last.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,7 +124,7 @@ class BlockQuantizer:
     """Quantizes what one rank holds of a model, into memory that it keeps; see [Note: scales].
 
     Each time, all ranks call :meth:`measure`, :meth:`agree` and :meth:`cast`, in this order. What was cast must not
-    serve before :meth:`check`.
+    serve before :meth:`check`. The weights must not change before :meth:`complete`.
 
     Args:
         shapes: shape of every tensor of the model, by Hugging Face name.
@@ -167,19 +172,23 @@ class BlockQuantizer:
         *self._places, blocks = accumulate((grid.size for grid in self._grids), initial=0)
         self._amax = torch.zeros(blocks, device=device)
         self._scale, self._inverse = torch.ones_like(self._amax), torch.ones_like(self._amax)
-        # Of a cast: when an event has happened, what lies before the places of the same number is written.
-        self._events: list[torch.cuda.Event] = []
-        self._begins: dict[str, list[int]] = {_BYTES: [], _SCALES: []}
+        self._memory: FlatMemory = {}  # what is being cast
+        self._stream: torch.cuda.Stream | None = None  # on which a GPU casts
+        self._events: list[torch.cuda.Event] = []  # of each group that was given to a GPU, when it is cast
+        self._giving = threading.Lock()  # any thread may give a GPU the next group
         storages = [storage for storage in held.storages if storage.name in quantized]
-        *starts, self._size = accumulate((storage.logical_numel for storage in storages), initial=0)
+        *starts, size = accumulate((storage.logical_numel for storage in storages), initial=0)
         start_of = dict(zip((storage.name for storage in storages), starts, strict=True))
-        bytes_ = torch.zeros(self._size, dtype=torch.uint8, device=device)
+        bytes_ = torch.zeros(size, dtype=torch.uint8, device=device)
         at = {grid.tensor: (grid, place) for grid, place in zip(self._grids, self._places, strict=True)}
         kind: type[BlockParts] = KernelParts if device.type == "cuda" else HostParts
         parts = [
             grid.part(one, place, start_of[one.view.storage]) for one in mine for grid, place in [at[one.box.tensor]]
         ]
         self._parts = kind(parts, bytes_, power_of_two=power_of_two)
+        self._begins = {
+            name: [begins[at] for begins in self._parts.begins] for at, name in enumerate((_BYTES, _SCALES))
+        }
         self._of_dtypes = list(_of_each_dtype(self._grids))
         self.kept = frozenset(storage.name for storage in held.storages) - quantized
         self.quantized: Mapping[str, torch.Tensor] = {}
@@ -191,7 +200,7 @@ class BlockQuantizer:
                 held.host,
                 (
                     *(storage for storage in held.storages if storage.name in self.kept),
-                    Storage(_BYTES, QUANTIZED, self._size, self._size),
+                    Storage(_BYTES, QUANTIZED, size, size),
                     Storage(_SCALES, "float32", blocks, blocks),
                 ),
                 (
@@ -218,14 +227,12 @@ class BlockQuantizer:
         self._straddling.agree(self._amax, self._exchange)
 
     def cast(self, memory: FlatMemory) -> None:
-        """Computes scales, and quantizes: on a GPU, by work on the current stream.
+        """Computes scales, and quantizes: on a GPU, the first group, by work on the current stream; see [Note: groups].
 
         Args:
             memory: as for :meth:`measure`.
         """
         self._events.clear()
-        for begins in self._begins.values():
-            begins.clear()
         if self._parts.measures:
             for dtype, part in self._of_dtypes:
                 largest = torch.finfo(dtype).max
@@ -233,33 +240,47 @@ class BlockQuantizer:
                     self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
                 )
             torch.reciprocal(self._scale, out=self._inverse)
-        self._parts.quantize(memory, self._scale, self._inverse, self._written)
         if self._amax.is_cuda:
-            self._written(self._size, self._amax.numel())
+            self._memory, self._stream = memory, torch.cuda.current_stream(self._amax.device)
+            self._give(1)
+            return
+        for group in range(len(self._parts.begins)):
+            self._parts.quantize(group, memory, self._scale, self._inverse)
 
     def await_written(self, ends: Mapping[str, int]) -> None:
         """See :class:`megatron_patches.refit.memory.ports.Writing`."""
-        reached = [bisect_left(self._begins[name], end) for name, end in ends.items() if name in self._begins]
-        if reached and self._events:
-            torch.cuda.current_stream(self._amax.device).wait_event(self._events[max(reached)])
+        count = max(
+            (bisect_left(self._begins[name], end) for name, end in ends.items() if name in self._begins), default=0
+        )
+        if count and self._stream is not None:
+            self._give(count)
+            torch.cuda.current_stream(self._amax.device).wait_event(self._events[count - 1])
+
+    def complete(self) -> None:
+        """Gives a GPU all that is left to quantize, on the stream of :meth:`cast`. Any thread may call it."""
+        if self._stream is not None:
+            self._give(len(self._parts.begins))
+            self._memory = {}  # which may be freed from now on
 
     def check(self) -> None:
-        """Waits until :meth:`cast` has written everything. Any thread may call it.
+        """Waits until everything is quantized. Any thread may call it.
 
         Raises:
             RefitError: if a weight is infinite or not a number.
         """
+        self.complete()
         if self._events:
             self._events[-1].synchronize()
         usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
         if not usable.all():
             self._refuse(int(torch.nonzero(~usable)[0]))
 
-    def _written(self, bytes_: int, scales: int) -> None:
-        """Notes that so many bytes and scales are written once the current stream has done its work."""
-        self._begins[_BYTES].append(bytes_)
-        self._begins[_SCALES].append(scales)
-        self._events.append(torch.cuda.current_stream(self._amax.device).record_event())
+    def _give(self, count: int) -> None:
+        """Gives a GPU so many groups to quantize, those before included, or all."""
+        with self._giving, torch.cuda.stream(self._stream):
+            for group in range(len(self._events), min(count, len(self._parts.begins))):
+                self._parts.quantize(group, self._memory, self._scale, self._inverse)
+                self._events.append(torch.cuda.current_stream(self._amax.device).record_event())
 
     def _refuse(self, place: int) -> None:
         number = bisect_right(self._places, place) - 1

@@ -134,7 +134,10 @@ class Fp8BlockSource:
             self._quantizer.check()
 
     def finish(self) -> None:
-        """Makes the current stream wait until the weights are quantized, so that they may change again."""
+        """Makes the current stream wait until the weights are quantized, so that they may change again, or be freed."""
+        self._memory = {}
+        if self._quantizer is not None and self._failure is None:
+            self._quantizer.complete()
         if self._stream is not None:
             import torch
 

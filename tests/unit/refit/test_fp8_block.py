@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from etp.formats import quantize_blocks, scale_of
 from megatron_patches.refit.control.exchange import Exchange
@@ -228,14 +229,12 @@ class WholeParts(HostParts):
     def measure(self, weights: FlatMemory, amax: torch.Tensor) -> None:
         """Leaves out all."""
 
-    def quantize(
-        self, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor, written: block_parts.Written
-    ) -> None:
+    def quantize(self, group: int, weights: FlatMemory, scales: torch.Tensor, inverse: torch.Tensor) -> None:
         amax = torch.zeros_like(scales)
         HostParts.measure(self, weights, amax)
         scales.copy_(scale_of(amax, power_of_two=True, epsilon=0.0))
         inverse.copy_(1 / scales)
-        super().quantize(weights, scales, inverse, written)
+        super().quantize(group, weights, scales, inverse)
 
 
 def test_what_cut_blocks_had_in_an_earlier_version_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +355,19 @@ def test_a_rank_whose_weights_have_gone_does_not_leave_the_others_waiting() -> N
     inner[0].unsettled = False
     in_all(sources, Fp8BlockSource.settle)
     assert len(sources[0].look_up()) == 3
+
+
+def test_weights_are_let_go_of_after_a_push() -> None:
+    """Or a trainer that moves them to the host between two phases would not get their memory back."""
+    source = Fp8BlockSource(
+        Weights(uneven((256, 128), 4), Box(WEIGHT, (0, 0), (256, 128))), WeightFormat.FP8_BLOCK, Exchange()
+    )
+    source.describe(0)
+    source.settle()
+    left = StorageWeakRef(source.look_up()["memory of model.norm.weight"].untyped_storage())
+    assert not left.expired()
+    source.finish()
+    assert left.expired()
 
 
 def test_a_module_is_quantized_under_its_own_names() -> None:
@@ -485,10 +497,10 @@ def quantizes_with_kernels(rank: int, world_size: int) -> int:
             assert amax.nonzero().flatten().tolist() == ([1, 2, 3, 4, 5] if kind is HostParts else [1, 2, 4])
             scale = scale_of(amax, power_of_two=power_of_two, epsilon=0.0)
             inverse = 1.0 / scale
-            told: list[tuple[int, int]] = []
-            by_kind.quantize({"m": memory}, scale, inverse, lambda *written: told.append(written))  # noqa: B023
+            for group in range(len(by_kind.begins)):
+                by_kind.quantize(group, {"m": memory}, scale, inverse)
             if kind is KernelParts:  # blocks 0 to 2 lie in the second row of parts, too
-                assert told == [(11, 0), (141, 0), (12_011, 0), (12_141, 1)]
+                assert by_kind.begins == [(11, 0), (141, 0), (12_011, 0), (12_141, 1)]
                 assert torch.equal(inverse, scales.flatten())
             for part in parts:
                 found = part.bytes_in(bytes_)
@@ -499,14 +511,29 @@ def quantizes_with_kernels(rank: int, world_size: int) -> int:
     memory[300 * 150 + 5] = float("nan")  # in block 3, which is whole
     memory[300 * 7 + 258] = -torch.inf  # in block 2, which is cut
     by_kind.measure({"m": memory}, amax)
-    by_kind.quantize({"m": memory}, scale, inverse, lambda *_: None)
+    for group in range(len(by_kind.begins)):
+        by_kind.quantize(group, {"m": memory}, scale, inverse)
     assert amax.isinf().nonzero().flatten().tolist() == [2]
     assert inverse.isnan().nonzero().flatten().tolist() == [3]
+    left = StorageWeakRef(memory.untyped_storage())
+    del memory
+    assert left.expired()  # a trainer that moves its weights to the host gets their memory back
     return compared
 
 
 def test_kernels_quantize_parts_of_any_size() -> None:
     assert run_distributed(quantizes_with_kernels, 1, None, fresh=True) == [4 * 200 * 260]
+
+
+def test_a_rank_without_weights_to_quantize_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a first pipeline stage that has the embeddings alone."""
+    monkeypatch.setattr(block_quantizer, "HostParts", KernelParts)
+    weights = {"model.norm.weight": torch.randn(3)}
+    manifest, memory = held_by(0, weights, [Box("model.norm.weight", (0,), (3,))])
+    one = quantizer({WEIGHT: torch.empty(256, 128), **weights}, manifest, members(1)[0])
+    run(one, memory)
+    assert one.manifest == manifest
+    assert not one.quantized
 
 
 def test_a_transposed_weight_is_refused_where_kernels_would_read_it_wrongly() -> None:
