@@ -519,3 +519,30 @@ def test_a_rank_whose_weights_do_not_settle_fails_the_push_of_all(tmp_path: Path
     assert "the gather did not end" in reason
     assert took < LEASE_S
     assert found == [(3, expected(3))] * 2
+
+
+def settles_when_asked(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """The first rank's weights settle once both engines have been asked to receive them."""
+    push(1, wait=True)
+    asked = threading.Semaphore(0)
+    settle, call = session._source.settle, PlainEngine.call
+
+    def ask(client: PlainEngine, *arguments: Any, **options: Any) -> Any:
+        asked.release()
+        return call(client, *arguments, **options)
+
+    def settle_late() -> None:
+        assert all(asked.acquire(timeout=10.0) for _ in clients)
+        settle()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if session.exchange.rank == 0:
+            patch.setattr(PlainEngine, "call", ask)
+            patch.setattr(session._source, "settle", settle_late)
+        push(2, wait=True)
+    return [client.run("content") for client in clients] if session.exchange.rank == 0 else []
+
+
+def test_engines_get_ready_while_weights_settle(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, settles_when_asked)
+    assert found == [(2, expected(2))] * 2

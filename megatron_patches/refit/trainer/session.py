@@ -22,6 +22,7 @@ from megatron_patches.refit.control.kv_scales import KVScalesOfLayers, scale_val
 from megatron_patches.refit.control.messages import Held, Standing, longest_parts
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.memory.delta import PayloadKind, Snapshot
+from megatron_patches.refit.memory.ports import FlatMemory
 from megatron_patches.refit.source.kv_scale_source import KVScaleSource
 from megatron_patches.refit.source.weight_source import Once, WeightSource, settled, source_of
 from megatron_patches.refit.trainer.coordinator import Coordinator
@@ -247,12 +248,11 @@ class RefitSession:
         with nullcontext() if self._coordinator is None else self._coordinator.sending():
             orders = self._take_orders(self._trainer, kv_scales)
             began = time.perf_counter()
-            look_up = settled(self._source)
             taking, following = (
                 {number: self._subscriptions.open[number] for number in numbers}
                 for numbers in (orders.taking, orders.following)
             )
-            self._send(self._trainer, version, taking, look_up)
+            self._send(self._trainer, version, taking)
             for one in following.values():
                 one.follow(version)
         seconds = {"send": time.perf_counter() - began}
@@ -323,21 +323,34 @@ class RefitSession:
         before, self._source.values = self._source.values, scale_values(kv_scales)
         return before.keys() != self._source.values.keys()
 
-    def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription], look_up: Once) -> None:
-        """Sends this rank's part of a version to engines."""
-        quantizing = self._quantizing
-        if trainer.stream is not None:  # what subscriptions give a GPU comes after what this thread has given it
-            import torch
-
-            trainer.stream.wait_stream(torch.cuda.current_stream(trainer.stream.device))
+    def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription]) -> None:
+        """Sends this rank's part of a version to engines, which get ready while the weights settle. Collective."""
+        weights: Future[FlatMemory] = Future()
         for turn in self._turns(taking):
             for one in turn:
-                one.send(version, look_up, self._snapshot.base, quantizing)
+                one.send(version, weights.result, self._snapshot.base, self._quantizing)
+            if not weights.done():
+                self._settle(trainer, weights)
             await_all({number: one.sent for number, one in enumerate(turn)})
-        if quantizing is not None:
-            quantizing.finish()
+        if self._quantizing is not None:
+            self._quantizing.finish()
         if self._sends_deltas and any(one.sent.exception() is None for one in taking.values()):
-            self._snapshot.take(version, look_up())
+            self._snapshot.take(version, weights.result())
+
+    def _settle(self, trainer: Trainer, weights: Future[FlatMemory]) -> None:
+        """Settles the weights, and tells subscriptions where they lie, or why they are not to be had."""
+        try:
+            look_up = settled(self._source)
+            if trainer.stream is not None:  # what subscriptions give a GPU comes after what this thread has given it
+                import torch
+
+                trainer.stream.wait_stream(torch.cuda.current_stream(trainer.stream.device))
+            weights.set_result(look_up())
+        except Exception as error:  # noqa: BLE001 - raised by the subscriptions, for which the other ranks wait
+            weights.set_exception(error)
+        except BaseException:
+            weights.set_exception(PartyFailedError("the push was interrupted"))
+            raise
 
     def _give_up(self, failed: Mapping[int, Subscription], outcomes: dict[int, PartOutcome]) -> None:
         """Waits until engines that failed to receive a version have given it up. If that fails too, adds the reason.
