@@ -76,14 +76,16 @@ class LiveTensor[S: Shard]:
         return self._flat(local)
 
     def _flat(self, local: torch.Tensor) -> torch.Tensor:
-        memory = local.view(-1)
-        end = memory.storage_offset() * memory.element_size() + memory.nbytes
-        if end > memory.untyped_storage().nbytes() and self.shard.storage:  # padding alone is not read
+        end = local.storage_offset() * local.element_size() + local.nbytes
+        if end > local.untyped_storage().nbytes():
+            if not self.shard.storage:  # padding alone is not read
+                return local
             raise RefitError(
                 f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
                 "phases, has let go of it; bring it back before a push"
             )
-        return memory
+        # All of it lies in the storage, so this changes only the shape of this tensor. A view would be a second one.
+        return local.resize_(local.numel())
 
 
 class LiveMemory[S: Shard](ABC):
@@ -135,10 +137,11 @@ class LiveMemory[S: Shard](ABC):
                 self._present = ()  # otherwise the next lookup would accept the changed model
                 raise RefitError(self.changed.format(_changes(self._prepared, now)))
             found = {live.shard.storage: live.memory for live in self.tensors if live.shard.storage}
-        on_host = [live.shard.name for live in self.tensors if live.shard.storage and found[live.shard.storage].is_cpu]
+        on_host = [storage for storage, memory in found.items() if memory.is_cpu]
         if 0 < len(on_host) < len(found):
+            name = next(live.shard.name for live in self.tensors if live.shard.storage == on_host[0])
             raise RefitError(
-                f"{on_host[0]} (and {len(on_host) - 1} more) is in the host's memory, and others are on a device; "
+                f"{name} (and {len(on_host) - 1} more) is in the host's memory, and others are on a device; "
                 "bring all to one before a push"
             )
         return found
@@ -157,20 +160,21 @@ class LiveMemory[S: Shard](ABC):
         if not all(map(operator.is_, chain.from_iterable(present), chain.from_iterable(self._present))):
             return None
         found: dict[str, torch.Tensor] = {}
-        # Without what a parameter's class does in Python when an attribute is read: nothing is written through these.
-        with torch._C.DisableTorchFunctionSubclass():
+        # Without what a parameter's class does in Python when an attribute is read, and without what autograd records
+        # when a DTensor is asked for its local tensor: nothing is written through these.
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for live in self.tensors:
                 memory = live.look_up()
                 if memory is None:
                     return None
-                if live.shard.storage:
-                    found[live.shard.storage] = memory
+                if storage := live.shard.storage:
+                    found[storage] = memory
         return found
 
 
 def local_elements(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has this rank's elements of a tensor."""
-    return tensor.to_local().detach() if isinstance(tensor, _dtensor()) else tensor.data
+    return (tensor.to_local() if isinstance(tensor, _dtensor()) else tensor).data
 
 
 @cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -205,6 +208,36 @@ def test_memory_that_was_let_go_of_is_not_read() -> None:
     freed.resize_(size)
     model.first.linear.weight.data.copy_(torch.randn(4, 6))
     check(memory.look_up(), model)
+
+
+def test_memory_that_is_replaced_between_two_pushes_becomes_free() -> None:
+    """Weights may be moved to the host between two phases, so that their memory can be used for something else."""
+    model = Model()
+    weight = model.first.linear.weight
+    memory = prepared(model)
+    for _ in range(2):
+        bits = np.random.default_rng(1).integers(0, 1000, (4, 6), dtype=np.int16)
+        freed = weakref.ref(bits)
+        weight.data = torch.from_numpy(bits).view(torch.bfloat16)
+        del bits
+        check(memory.look_up(), model)
+        assert freed() is not None
+        weight.data = torch.randn(4, 6, dtype=torch.bfloat16)
+        assert freed() is None
+
+
+def test_one_tensor_is_made_for_each_weight() -> None:
+    """Each object that lives through a push brings Python's next full garbage collection closer."""
+    memory = prepared(Model())
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    memory.look_up()
+    before = tensors()
+    found = memory.look_up()
+    assert tensors() - before == len(found)
 
 
 def test_a_weight_that_is_split_by_another_system_is_refused(tmp_path: Path) -> None:
