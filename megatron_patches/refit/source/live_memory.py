@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -62,10 +63,11 @@ class LiveTensor[S: Shard]:
         Raises:
             RefitError: if it has no memory now, and the rank holds something of it.
         """
-        return self._flat(local_elements(self.tensor))
+        with _only_read():
+            return self._flat(local_elements(self.tensor))
 
     def look_up(self) -> torch.Tensor | None:
-        """Its current elements, as :attr:`memory`; None if the description is no longer valid.
+        """Its current elements, as :attr:`memory`; None if the description is no longer valid. Within `_only_read`.
 
         Raises:
             RefitError: if it has no memory now, and the rank holds something of it.
@@ -152,17 +154,13 @@ class LiveMemory[S: Shard](ABC):
 
     def _found(self) -> FlatMemory | None:
         """The storages, if the description is still valid."""
-        import torch
-
         present = [held_tensors(model) for model in self._models()]
         if list(map(len, present)) != list(map(len, self._present)):
             return None
         if not all(map(operator.is_, chain.from_iterable(present), chain.from_iterable(self._present))):
             return None
         found: dict[str, torch.Tensor] = {}
-        # Without what a parameter's class does in Python when an attribute is read, and without what autograd records
-        # when a DTensor is asked for its local tensor: nothing is written through these.
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with _only_read():
             for live in self.tensors:
                 memory = live.look_up()
                 if memory is None:
@@ -170,6 +168,15 @@ class LiveMemory[S: Shard](ABC):
                 if storage := live.shard.storage:
                     found[storage] = memory
         return found
+
+
+@contextmanager
+def _only_read() -> Iterator[None]:
+    """Leaves out what a parameter's class does when it is asked for something, and what autograd records of that."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        yield
 
 
 def local_elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -226,6 +226,26 @@ def test_memory_that_is_replaced_between_two_pushes_becomes_free() -> None:
         assert freed() is None
 
 
+class Marking(nn.Parameter):
+    """Results of functions of it are of its class, as a shard's are of a class of their own."""
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs)  # type: ignore[attr-defined]
+
+
+def test_memory_is_plain_whatever_class_a_weight_is_of() -> None:
+    model = Model()
+    model.first.linear.weight = weight = Marking(torch.randn(4, 6, dtype=torch.bfloat16))
+    assert type(weight.data) is Marking
+    assert {type(live.memory) for live in describe_model([model])} == {torch.Tensor}
+    memory = prepared(model)
+    assert {type(flat) for flat in memory.look_up().values()} == {torch.Tensor}
+    check(memory.look_up(), model)
+    assert type(weight) is Marking
+    assert weight.shape == (4, 6)
+
+
 def test_one_tensor_is_made_for_each_weight() -> None:
     """Each object that lives through a push brings Python's next full garbage collection closer."""
     memory = prepared(Model())
