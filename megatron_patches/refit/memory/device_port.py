@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,25 +29,8 @@ _VECTOR_BYTES = 16  # what the kernel reads at a time if everything is aligned t
 _FIRST = -1  # priority of a stream whose kernels get the multiprocessors that become free
 
 
-class _Form(NamedTuple):
-    """What tables are valid for, of a storage.
-
-    Attributes:
-        past: bytes of its address past a multiple of 16.
-        numel: number of elements.
-        dtype: their type.
-    """
-
-    past: int
-    numel: int
-    dtype: torch.dtype
-
-
-class _Storage(NamedTuple):
-    """Where a storage lies, and its form."""
-
-    address: int
-    form: _Form
+type _Sizes = tuple[list[int], list[torch.dtype]]
+"""Numbers of elements of some storages, and their types."""
 
 
 @dataclass
@@ -56,8 +39,8 @@ class _Compiled:
 
     Attributes:
         ends: storages of the batch, and of each, how many of its first elements contain all of the batch's boxes.
-        form: what the batch is valid for: the storages' sizes and dtypes, and the alignment of storages and payload to
-            16 bytes.
+        form: what the batch is valid for: the storages' sizes and dtypes, and the bytes by which the payload and each
+            storage begin past a multiple of 16.
         parts: one per launch, with places relative to the start of the storages.
         tiles: one tensor per launch.
         addresses: addresses of the storages that ``tables`` are made for.
@@ -66,7 +49,7 @@ class _Compiled:
     """
 
     ends: Mapping[str, int]
-    form: tuple[object, ...]
+    form: tuple[_Sizes, list[int]]
     parts: Sequence[ShapeTable]
     tiles: Sequence[torch.Tensor]
     addresses: Sequence[int] = ()
@@ -101,8 +84,7 @@ class DevicePort:
             raise TransferError(f"the storages on {where} are packed by a Triton kernel: pip install triton")
         self._where, self._pool = where, pool
         self._memory: Mapping[str, torch.Tensor] = {}
-        self._known: dict[str, _Storage] = {}
-        self._checked: WeakKeyDictionary[Batch, tuple[tuple[str, ...], object]] = WeakKeyDictionary()
+        self._checked: WeakKeyDictionary[Batch, tuple[tuple[str, ...], _Sizes]] = WeakKeyDictionary()
         self._device = _device_of(memory, where)
         if beside is not None and self._device != beside._device:
             raise TransferError(f"the storages on {where} lie on {self._device}, and others on {beside._device}")
@@ -129,7 +111,7 @@ class DevicePort:
                 f"the storages on {self._where} have moved from {self._device} to {device}; bring them back, or "
                 "prepare again"
             )
-        self._memory, self._known = memory, {}
+        self._memory = memory
         if self._stream is not None:
             # Wait for earlier work there, such as the optimizer's step. Memory that it has freed may also be written to
             # by the transports' streams.
@@ -170,12 +152,11 @@ class DevicePort:
     def storages(self, batch: Batch) -> FlatMemory:
         """See :class:`megatron_patches.refit.memory.ports.Port`."""
         names, known = self._checked.get(batch, ((), None))
-        form = tuple(map(self._form_of, names))
-        if known != form:
-            names = tuple({piece.view.storage: None for piece in batch.pieces})
+        if known is None or known != _sizes_of(self._held(names)):
+            names = tuple(_ends(batch.pieces))
             for piece in batch.pieces:
                 self._check(piece)
-            self._checked[batch] = names, tuple(map(self._form_of, names))
+            self._checked[batch] = names, _sizes_of(self._held(names))
         return self._memory
 
     def close(self) -> None:
@@ -239,14 +220,15 @@ class DevicePort:
         past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
         found = self._compiled.get(batch)
         ends = found.ends if found is not None else _ends(batch.pieces)
-        form = (past, *map(self._form_of, ends))
+        held = self._held(ends)
+        addresses = [storage.data_ptr() for storage in held]
+        form = _sizes_of(held), [past, *(address % _VECTOR_BYTES for address in addresses)]
         if found is None or found.form != form:
             for piece in batch.pieces:
                 self._check(piece)
-            parts = describe(batch.pieces, list(ends), [self._known[name].form.past for name in ends], past)
+            parts = describe(batch.pieces, list(ends), form[1][1:], past)
             found = _Compiled(ends, form, parts, [self._upload(part.tiles) for part in parts])
             self._compiled[batch] = found
-        addresses = [self._known[name].address for name in ends]
         if found.addresses != addresses:
             origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
             copied = [part.table.copy() for part in found.parts]
@@ -258,17 +240,12 @@ class DevicePort:
         for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
             yield part.shape, table, tiles
 
-    def _form_of(self, name: str) -> _Form | None:
-        """The form of a storage, or None if there is none. To look at all when a version begins would delay it."""
-        found = self._known.get(name)
-        if found is None:
-            storage = self._memory.get(name)
-            if storage is None:
-                return None
-            address = storage.data_ptr()
-            found = _Storage(address, _Form(address % _VECTOR_BYTES, storage.numel(), storage.dtype))
-            self._known[name] = found
-        return found.form
+    def _held(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Storages by name; no storage at all if one is missing, which :meth:`_check` names."""
+        try:
+            return [self._memory[name] for name in names]
+        except KeyError:
+            return []
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
         """Copies an array, which must live until this has ended, to the device, on the current stream."""
@@ -299,6 +276,10 @@ def _ends(pieces: Sequence[Piece]) -> dict[str, int]:
     for piece in pieces:
         found[piece.view.storage] = max(found.get(piece.view.storage, 0), piece.view.span[1])
     return found
+
+
+def _sizes_of(storages: Sequence[torch.Tensor]) -> _Sizes:
+    return [storage.numel() for storage in storages], [storage.dtype for storage in storages]
 
 
 def _device_of(memory: Mapping[str, torch.Tensor], where: str) -> torch.device:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -62,10 +63,11 @@ class LiveTensor[S: Shard]:
         Raises:
             RefitError: if it has no memory now, and the rank holds something of it.
         """
-        return self._flat(local_elements(self.tensor))
+        with _only_read():
+            return self._flat(local_elements(self.tensor))
 
     def look_up(self) -> torch.Tensor | None:
-        """Its current elements, as :attr:`memory`; None if the description is no longer valid.
+        """Its current elements, as :attr:`memory`; None if the description is no longer valid. Within `_only_read`.
 
         Raises:
             RefitError: if it has no memory now, and the rank holds something of it.
@@ -76,14 +78,16 @@ class LiveTensor[S: Shard]:
         return self._flat(local)
 
     def _flat(self, local: torch.Tensor) -> torch.Tensor:
-        memory = local.view(-1)
-        end = memory.storage_offset() * memory.element_size() + memory.nbytes
-        if end > memory.untyped_storage().nbytes() and self.shard.storage:  # padding alone is not read
+        end = local.storage_offset() * local.element_size() + local.nbytes
+        if end > local.untyped_storage().nbytes():
+            if not self.shard.storage:  # padding alone is not read
+                return local
             raise RefitError(
                 f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
                 "phases, has let go of it; bring it back before a push"
             )
-        return memory
+        # All of it lies in the storage, so this changes only the shape of this tensor. A view would be a second one.
+        return local.resize_(local.numel())
 
 
 class LiveMemory[S: Shard](ABC):
@@ -135,10 +139,11 @@ class LiveMemory[S: Shard](ABC):
                 self._present = ()  # otherwise the next lookup would accept the changed model
                 raise RefitError(self.changed.format(_changes(self._prepared, now)))
             found = {live.shard.storage: live.memory for live in self.tensors if live.shard.storage}
-        on_host = [live.shard.name for live in self.tensors if live.shard.storage and found[live.shard.storage].is_cpu]
+        on_host = [storage for storage, memory in found.items() if memory.is_cpu]
         if 0 < len(on_host) < len(found):
+            name = next(live.shard.name for live in self.tensors if live.shard.storage == on_host[0])
             raise RefitError(
-                f"{on_host[0]} (and {len(on_host) - 1} more) is in the host's memory, and others are on a device; "
+                f"{name} (and {len(on_host) - 1} more) is in the host's memory, and others are on a device; "
                 "bring all to one before a push"
             )
         return found
@@ -149,28 +154,34 @@ class LiveMemory[S: Shard](ABC):
 
     def _found(self) -> FlatMemory | None:
         """The storages, if the description is still valid."""
-        import torch
-
         present = [held_tensors(model) for model in self._models()]
         if list(map(len, present)) != list(map(len, self._present)):
             return None
         if not all(map(operator.is_, chain.from_iterable(present), chain.from_iterable(self._present))):
             return None
         found: dict[str, torch.Tensor] = {}
-        # Without what a parameter's class does in Python when an attribute is read: nothing is written through these.
-        with torch._C.DisableTorchFunctionSubclass():
+        with _only_read():
             for live in self.tensors:
                 memory = live.look_up()
                 if memory is None:
                     return None
-                if live.shard.storage:
-                    found[live.shard.storage] = memory
+                if storage := live.shard.storage:
+                    found[storage] = memory
         return found
+
+
+@contextmanager
+def _only_read() -> Iterator[None]:
+    """Leaves out what a parameter's class does when it is asked for something, and what autograd records of that."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        yield
 
 
 def local_elements(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has this rank's elements of a tensor."""
-    return tensor.to_local().detach() if isinstance(tensor, _dtensor()) else tensor.data
+    return (tensor.to_local() if isinstance(tensor, _dtensor()) else tensor).data
 
 
 @cache

@@ -82,7 +82,7 @@ class CudaIpcTransport(Transport):
     def begin(self, memory: Memory) -> bytes | None:
         """The locations of storages, if they have changed."""
         found = self._runtime.locate(memory)
-        lost = sorted(frozenset(memory) - frozenset(found) - self._hidden)
+        lost = sorted(name for name in memory if name not in found and name not in self._hidden)
         if lost:
             raise PartyFailedError(
                 f"{lost[0]} (and {len(lost) - 1} more) has moved into memory that other processes cannot open; the "

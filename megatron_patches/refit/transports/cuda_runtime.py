@@ -123,7 +123,7 @@ class MappedHandle(msgspec.Struct, frozen=True, tag="mapped"):
     chunks: tuple[Chunk, ...]
 
 
-class Location(msgspec.Struct, frozen=True):
+class Location(msgspec.Struct, frozen=True, gc=False):
     """Where a storage lies.
 
     Attributes:
@@ -209,21 +209,23 @@ class CudaRuntime:
         found: dict[str, Location] = {}
         handles: dict[int, bytes | None] = {}
         mapped: dict[str, tuple[int, int]] = {}
-        base = size = 0
+        base = end = 0
+        handle = None
         with self._current():
             for name, storage in memory.items():
                 if not isinstance(storage, torch.Tensor) or not storage.is_cuda:
                     continue
                 start = storage.data_ptr()
-                stop = start + storage.numel() * storage.element_size()
-                if not base <= start < base + size:  # neighbouring parameters often share an allocation
+                stop = start + storage.nbytes
+                if not base <= start < end:  # neighbouring parameters often share an allocation
                     base, size = self._driver.allocation_of(start)
-                if base not in handles:
-                    handles[base] = self._handle_of(base)
-                handle = handles[base]
+                    end = base + size
+                    if base not in handles:
+                        handles[base] = self._handle_of(base)
+                    handle = handles[base]
                 if handle is None:
                     mapped[name] = start, stop
-                elif stop <= base + size:
+                elif stop <= end:
                     found[name] = Location(handle, start - base)
             rows: dict[int, bytes] = {}
             for name, lying in self._shelf.locate(mapped).items():

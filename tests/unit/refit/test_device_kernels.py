@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.layout.boxes import Box, View, row_major_strides
 from megatron_patches.refit.layout.dtypes import itemsize
 from megatron_patches.refit.memory.device_port import DevicePort
@@ -127,11 +128,40 @@ def keep_tables(rng: np.random.Generator) -> None:
     assert reading.result() == HostPort(held, "the host").digest(batch).result()
 
 
+def refuse_other_memory() -> None:
+    """Storages may change from version to version, but not become too short for the boxes, or go."""
+    held = {name: np.random.default_rng(2).integers(0, 99, 12).astype("i4") for name in ("a", "b")}
+    pieces = tuple(Piece(View(name, 0, (12,), (1,)), "float32", Box("w", (0,), (12,)), (12,)) for name in held)
+    near = {name: torch.from_numpy(bits) for name, bits in held.items()}
+    port, batch = DevicePort(near, "the device"), Batch(pieces)
+    asked = (port.digest, port.storages)
+    for ask in (*asked, *asked):
+        ask(batch)
+    for other, said in [
+        ({"a": near["a"]}, "b on the device is missing"),
+        ({**near, "b": near["b"][:11]}, "b on the device has 11 elements; the plan uses 0 to 12"),
+        ({**near, "b": near["b"].short()}, "b on the device is torch.int16 of 1 dimensions"),
+    ]:
+        for ask in asked:
+            port.renew(other)
+            for _ in range(2):
+                with pytest.raises(TransferError, match=said):
+                    ask(batch)
+            port.renew(near)
+            ask(batch)
+    moved = {name: torch.from_numpy(np.concatenate([bits[:1], bits, bits]))[1:] for name, bits in held.items()}
+    port.renew(moved)  # longer, and elsewhere within 16 bytes
+    on_host = HostPort({name: bits.view("u4") for name, bits in held.items()}, "the host")
+    assert port.digest(batch).result() == on_host.digest(batch).result()
+    assert port.storages(batch) is moved
+
+
 def body(rank: int, world_size: int, most: int, count: int) -> int:
     """Under the interpreter, which is chosen when the kernel's module is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     compare_digests_of_bytes("cpu")
     keep_tables(np.random.default_rng(1))
+    refuse_other_memory()
     for seed in range(count):
         compare(np.random.default_rng(seed), most, "cpu")
     return count

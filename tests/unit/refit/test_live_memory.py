@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -205,6 +208,56 @@ def test_memory_that_was_let_go_of_is_not_read() -> None:
     freed.resize_(size)
     model.first.linear.weight.data.copy_(torch.randn(4, 6))
     check(memory.look_up(), model)
+
+
+def test_memory_that_is_replaced_between_two_pushes_becomes_free() -> None:
+    """Weights may be moved to the host between two phases, so that their memory can be used for something else."""
+    model = Model()
+    weight = model.first.linear.weight
+    memory = prepared(model)
+    for _ in range(2):
+        bits = np.random.default_rng(1).integers(0, 1000, (4, 6), dtype=np.int16)
+        freed = weakref.ref(bits)
+        weight.data = torch.from_numpy(bits).view(torch.bfloat16)
+        del bits
+        check(memory.look_up(), model)
+        assert freed() is not None
+        weight.data = torch.randn(4, 6, dtype=torch.bfloat16)
+        assert freed() is None
+
+
+class Marking(nn.Parameter):
+    """Results of functions of it are of its class, as a shard's are of a class of their own."""
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs)  # type: ignore[attr-defined]
+
+
+def test_memory_is_plain_whatever_class_a_weight_is_of() -> None:
+    model = Model()
+    model.first.linear.weight = weight = Marking(torch.randn(4, 6, dtype=torch.bfloat16))
+    assert type(weight.data) is Marking
+    assert {type(live.memory) for live in describe_model([model])} == {torch.Tensor}
+    memory = prepared(model)
+    assert {type(flat) for flat in memory.look_up().values()} == {torch.Tensor}
+    check(memory.look_up(), model)
+    assert type(weight) is Marking
+    assert weight.shape == (4, 6)
+
+
+def test_one_tensor_is_made_for_each_weight() -> None:
+    """Each object that lives through a push brings Python's next full garbage collection closer."""
+    memory = prepared(Model())
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    memory.look_up()
+    before = tensors()
+    found = memory.look_up()
+    assert tensors() - before == len(found)
 
 
 def test_a_weight_that_is_split_by_another_system_is_refused(tmp_path: Path) -> None:
