@@ -148,7 +148,9 @@ def quantizing() -> None:
     pieces = [Piece(views[name], "float8_e4m3fn", boxes[name], (ROWS, COLUMNS)) for name in held]
     port, batch = DevicePort(bytes_, "this GPU"), Batch(tuple(pieces))
     ways: dict[str, Callable[[], object]] = {
-        "quantize, in groups as for a push": lambda: quantizer.quantize(held, numbers, numbers, lambda *_: None),
+        "quantize, in groups as for a push": lambda: [
+            quantizer.quantize(group, held, numbers, numbers) for group in range(len(quantizer.begins))
+        ],
         "quantize, in one launch": lambda: kernels.quantize_blocks(table, numbers, power_of_two=True, epsilon=0.0),
         "quantize, in one launch, finding NaN": lambda: kernels.quantize_blocks(
             table, numbers, power_of_two=True, epsilon=0.0, checked=True
