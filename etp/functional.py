@@ -108,17 +108,18 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: Shard, bias: torch.Tensor | None, cast: torch.dtype | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        # As in PyTorch, the input is kept for the gradient of a weight that is trained, not for that of the input.
+        ctx.save_for_backward(*([x] if any(ctx.needs_input_grad[1:2]) else []))
         remember(ctx, [weight])
-        ctx.has_bias, ctx.cast = bias is not None, cast
+        ctx.has_bias, ctx.cast, ctx.shape = bias is not None, cast, x.shape
         # PyTorch flattens such inputs into one matrix. For others, it sums the bias's gradient in memory order.
         ctx.flattened = x.dim() <= 2 or x.is_contiguous()
+        ctx.transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
         (full,) = _cast_all(weight.driver.gathers.visit(weight.weight_group), cast)
         return F.linear(x, full, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
         (weight,) = ctx.weights
         if torch.is_grad_enabled():
             raise second_order(weight)
@@ -129,21 +130,16 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             require_unchanged(ctx)
             (full,) = _cast_all(driver.gathers.visit(group), ctx.cast)
-            grad_x = _input_gradient(x, flat_grad, full)
+            # Transposed where PyTorch's own backward pass transposes it.
+            grad_x = full.t().mm(flat_grad.t()).t() if ctx.transposed else flat_grad.mm(full).view(ctx.shape)
         if _accumulates(ctx, first=1):
+            (x,) = ctx.saved_tensors
             (wgrad,) = driver.reductions.buffers(group, x.dtype)
             torch.mm(flat_grad.t(), x.reshape(-1, x.shape[-1]), out=wgrad)
             (grad_weight,) = driver.reductions.take(group, [wgrad])
         if ctx.has_bias and needs_bias:
             grad_bias = flat_grad.sum(0) if ctx.flattened else grad.sum(dim=list(range(grad.dim() - 1)))
         return grad_x, grad_weight, grad_bias, None
-
-
-def _input_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``grad @ weight`` for a linear's input ``x``, transposed where PyTorch's own backward pass transposes it."""
-    if x.dim() == 2 and x.stride() == (1, x.shape[0]):
-        return weight.t().mm(grad.t()).t()
-    return grad.mm(weight).view(x.shape)
 
 
 class _Embedding(torch.autograd.Function):
@@ -179,7 +175,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         weights: Sequence[Shard] = params[:num_gemms]
         biases: Sequence[torch.Tensor] = params[num_gemms:]
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*([x] if any(ctx.needs_input_grad[4 : 4 + num_gemms]) else []))
         remember(ctx, weights)
         ctx.m_splits, ctx.num_biases, ctx.cast = m_splits, len(biases), cast
         fulls = _cast_all(weights[0].driver.gathers.visit(weights[0].weight_group), cast)
@@ -192,12 +188,11 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
         weights = ctx.weights
         if torch.is_grad_enabled():
             raise second_order(weights[0])
         driver, group = weights[0].driver, weights[0].weight_group
-        grads, parts = grad.split(ctx.m_splits), x.split(ctx.m_splits)
+        grads = grad.split(ctx.m_splits)
         grad_x = None
         grad_weights: list[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
@@ -205,8 +200,9 @@ class _GroupedLinear(torch.autograd.Function):
             fulls = _cast_all(driver.gathers.visit(group), ctx.cast)
             grad_x = torch.cat([g.mm(full) for g, full in zip(grads, fulls, strict=True)])
         if _accumulates(ctx, first=1):
+            (x,) = ctx.saved_tensors
             wgrads = driver.reductions.buffers(group, x.dtype)
-            for g, part, wgrad in zip(grads, parts, wgrads, strict=True):
+            for g, part, wgrad in zip(grads, x.split(ctx.m_splits), wgrads, strict=True):
                 torch.mm(g.t(), part, out=wgrad)
             grad_weights = driver.reductions.take(group, wgrads)
         grad_biases = [g.sum(0) for g in grads] if ctx.num_biases else []
@@ -238,6 +234,8 @@ class _FullWeight(torch.autograd.Function):
 
 class _Unrecorded:
     """Replaces an autograd function's context where autograd records nothing."""
+
+    needs_input_grad: tuple[bool, ...] = ()
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Keep nothing."""

@@ -180,6 +180,51 @@ def frozen_experts(rank: int, world_size: int) -> None:
                         assert torch.equal(param.grad, rows_of_shard(total, rank, world_size, ALIGNMENT)), (step, name)
 
 
+def inputs_of_frozen_weights(rank: int, world_size: int) -> None:
+    """What is kept for backward is what plain modules keep: of a frozen weight no input, in any memory format."""
+    torch.manual_seed(4)
+    where: dict[str, Any] = {"etp_group": dist.group.WORLD, "device": device()}
+    linear, grouped = etp.Linear(6, 21, **where), etp.GroupedLinear(3, 6, 21, **where)
+    plain_linear = nn.Linear(6, 21, device=device())
+    plain_linear.load_state_dict(etp.full_state_dict(linear))
+    pairs: list[tuple[nn.Module, nn.Module, tuple[Any, ...]]] = [
+        (linear, plain_linear, ()),
+        (grouped, PlainGroupedLinear(grouped, etp.full_state_dict(grouped)), ([3, 1, 4],)),
+    ]
+
+    def run(side: nn.Module, x: torch.Tensor, extra: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Output, gradient of the input, and how many elements of the input's storage are kept."""
+        kept = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel() if tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else 0
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = side(x, *extra)
+        out.square().sum().backward()
+        assert x.grad is not None
+        return out, x.grad, kept
+
+    for trained in (False, True, False):
+        for layer, plain, extra in pairs:
+            for side in (layer, plain):
+                for name, param in side.named_parameters():
+                    param.requires_grad_(trained or name.startswith("bias"))
+            for columns in (False, True):
+                found = []
+                for side in (layer, plain):
+                    x = _inputs(7, rank, 8, 6, torch.float32)
+                    x = (x.t().contiguous().t() if columns else x).requires_grad_()
+                    with poisoned():
+                        found.append(run(side, x, extra))
+                (out, grad, kept), (expected, expected_grad, expected_kept) = found
+                assert torch.equal(out, expected)
+                assert torch.equal(grad, expected_grad)
+                assert kept == expected_kept == (48 if trained else 0), (layer, columns)
+
+
 def frozen_within_an_iteration(rank: int, world_size: int, after: tuple[int, ...]) -> None:
     """Experts are frozen and thawed between microbatches and before the reduction: each keeps what it got till then."""
     torch.manual_seed(3)

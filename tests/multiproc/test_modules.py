@@ -49,6 +49,10 @@ def test_frozen_and_thawed_experts_match(world_size: int) -> None:
     run_distributed(bodies.frozen_experts, world_size)
 
 
+def test_of_a_frozen_weight_no_input_is_kept() -> None:
+    run_distributed(bodies.inputs_of_frozen_weights, 2)
+
+
 @pytest.mark.parametrize("after", [(0, 0, 0), (1, 0, 1), (1, 1, 1)])
 def test_weights_frozen_within_an_iteration_keep_their_gradients(after: tuple[int, ...]) -> None:
     run_distributed(bodies.frozen_within_an_iteration, 2, args=(after,))
