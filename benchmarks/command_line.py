@@ -44,6 +44,17 @@ def writable_file(text: str) -> Path:
     return path
 
 
+def writable_folder(text: str) -> Path:
+    """An argument type: the path of a folder in which files can be written, and which is there or can be made."""
+    path = Path(text)
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{there} cannot be written: permission denied; name another folder")
+    return path
+
+
 def existing_file(text: str) -> Path:
     """An argument type: the path of a file that is there."""
     if not Path(text).is_file():

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.command_line import positive, writable_file
+from benchmarks.command_line import positive, writable_file, writable_folder
 from benchmarks.long_run_ranks import ROOT, Training, TrainingFailedError
 from etp.config import TransportName
 from megatron_patches.weight_shard_api import GRAPH_IMPLEMENTATIONS
@@ -226,7 +226,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arguments", default="", help="more of Megatron's arguments, for all runs")
     parser.add_argument("--graph-arguments", default="", help="more of Megatron's arguments, for runs with CUDA graphs")
     parser.add_argument("--run-timeout", type=float, default=300.0, help="seconds for one training")
-    parser.add_argument("--folder", type=Path, help="keep records, outputs and checkpoints in this new folder")
+    parser.add_argument("--folder", type=writable_folder, help="new; keeps records, outputs and checkpoints")
     parser.add_argument("--json", type=writable_file, help="write verdicts and losses here")
     options = parser.parse_args(arguments)
     sharded = [variant for variant in options.variants if variant != STOCK]

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import refit_vllm_adapters
-from benchmarks.command_line import checked, positive, positive_seconds, require_gpus, writable_file
+from benchmarks.command_line import checked, positive, positive_seconds, require_gpus, writable_file, writable_folder
 from benchmarks.refit import MODELS
 from benchmarks.refit_timeline import watch
 from benchmarks.refit_vllm_peers import PEERS
@@ -82,9 +82,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=positive_seconds, default=120.0, help="seconds that one step may take")
     parser.add_argument("--limit", type=positive_seconds, default=1800.0, help="seconds for all ways of one server")
     parser.add_argument("--engine-arguments", default="", help="further arguments of vLLM's server")
-    parser.add_argument("--folder", type=Path, help="keep the model's folder and the servers' logs here")
+    parser.add_argument("--folder", type=writable_folder, help="keep the model's folder and the servers' logs here")
     parser.add_argument("--json", type=writable_file, help="write all numbers here")
-    parser.add_argument("--timeline", type=Path, help="note here when each step of a push began and ended")
+    parser.add_argument("--timeline", type=writable_folder, help="note here when each step of a push began and ended")
     return parser.parse_args(arguments)
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import positive, positive_seconds
+from benchmarks.command_line import positive, positive_seconds, writable_folder
 from benchmarks.train_report import load, plot, table
 from benchmarks.train_shapes import PRECISIONS, SHAPES, SYSTEMS, obstacle
 
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the jobs, then make table and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=positive, default=4)
-    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for all that is written")
+    parser.add_argument("--out", type=writable_folder, default=Path("bench-out"), help="folder for all that is written")
     parser.add_argument("--seconds", type=positive_seconds, default=1800.0, help="time limit for everything")
     parser.add_argument("--jobs", default=",".join(_KINDS), help=f"comma-separated: {', '.join(_KINDS)}")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated; ratios need none")

@@ -21,7 +21,6 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.command_line import (
     existing_file,
@@ -32,6 +31,7 @@ from benchmarks.command_line import (
     require_matplotlib,
     require_torchrun,
     writable_file,
+    writable_folder,
 )
 from benchmarks.train_report import load, plot, rows, table
 from benchmarks.train_shapes import PRECISIONS, SHAPES, SYSTEMS, resized
@@ -75,7 +75,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seconds", type=positive_seconds, default=math.inf, help="leave out rounds and traces to end by then"
     )
     parser.add_argument("--json", type=writable_file, help="write the results here")
-    parser.add_argument("--traces", type=Path, help="folder to keep rank 0's profiler traces in")
+    parser.add_argument("--traces", type=writable_folder, help="folder to keep rank 0's profiler traces in")
     parser.add_argument(
         "--profile", type=writable_file, help="write here what a step of each system costs, call by call"
     )

@@ -29,6 +29,7 @@ ON_CPU = ("--model", "tiny", "--device", "cpu")
         ("run_all", ["--jobs", "ours,pigeon"], "--jobs pigeon: there is no such job"),
         ("run_all", ["--systems", "none,pigeon"], "--systems pigeon: there is no such system"),
         ("run_all", ["--seconds", "-1"], "--seconds: -1 is not above 0"),
+        ("run_all", ["--out", f"{__file__}/bench-out"], f"--out: {__file__} is a file; name another folder"),
         ("refit", [*ON_CPU, "--from", "pigeon=2"], "'pigeon=2' is not an axis and its size"),
         ("refit", [*ON_CPU, "--to", "tp=2,ep=3"], "ep is 3"),
         ("refit", [*ON_CPU, "--transports", "pigeon"], "invalid choice: 'pigeon'"),
