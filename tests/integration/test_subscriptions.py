@@ -546,3 +546,31 @@ def settles_when_asked(session: RefitSession, clients: list[PlainEngine], push: 
 def test_engines_get_ready_while_weights_settle(tmp_path: Path) -> None:
     found, _ = run(tmp_path, settles_when_asked)
     assert found == [(2, expected(2))] * 2
+
+
+def settles_slowly(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Notes on the first rank when weights have settled, and when an engine whose weights they overwrite is paused."""
+    push(1, wait=True)
+    noted: list[str] = []
+    settle, pause = session._source.settle, PlainEngine.pause
+
+    def note_pause(client: PlainEngine, mode: Any) -> None:
+        noted.append("paused")
+        pause(client, mode)
+
+    def settle_late() -> None:
+        time.sleep(0.5)
+        settle()
+        noted.append("settled")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainEngine, "pause", note_pause)
+        patch.setattr(session._source, "settle", settle_late)
+        push(2, wait=True)
+    return noted, [client.run("content") for client in clients] if session.exchange.rank == 0 else []
+
+
+def test_an_engine_that_must_pause_to_receive_is_asked_once_weights_have_settled(tmp_path: Path) -> None:
+    (noted, found), (noted_by_other, _) = run(tmp_path, settles_slowly, memory=MemoryMode.IN_PLACE)
+    assert (noted, noted_by_other) == (["settled", "paused", "paused"], ["settled"])
+    assert found == [(2, expected(2))] * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from megatron_patches.refit.control.assembly import Assembly
@@ -423,6 +424,9 @@ class Subscription:
             nonlocal asked
             if control is not None and not asked:
                 asked = True
+                if control.in_place:  # the engine pauses from then on, so not before the weights have settled
+                    with suppress(Exception):  # raised below, once workers wait for this step
+                        look_up()
                 control.receive(assembly, version, step, linked=linked)
             return look_up()
 
