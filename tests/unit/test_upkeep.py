@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def test_workflows_run_targets_and_scripts_that_there_are() -> None:
     assert {*re.findall(r"make ([a-z-]+)", "\n".join(ran))} <= targets
     assert {*re.findall(r"bash (\S+)", "\n".join(ran))} == {".ci/run"}
     assert "tests.support.newest" in text
+
+
+def test_warnings_of_the_compiler_are_errors_in_our_files_alone() -> None:
+    # uv installs without compiling; Python then warns when it first imports a file with an invalid escape sequence.
+    warnings.warn_explicit("invalid escape", SyntaxWarning, "/venv/lib/python3.12/site-packages/megatron/a.py", 1)
+    with pytest.raises(SyntaxWarning):
+        warnings.warn_explicit("invalid escape", SyntaxWarning, str(ROOT / "tests" / "a.py"), 1)
 
 
 def test_issue_templates_ask_for_what_is_needed() -> None:
