@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,40 @@ def wrap_distributed_optimizer_state(original: Callable[..., Any]) -> Callable[.
         return original(self, model_sharded_state_dict, is_loading, sharding_type, metadata)
 
     return sharded_state_dict
+
+
+def wrap_fully_reshardable_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
+
+    The original puts the buckets of a buffer together without the padding at their ends, and then reads each parameter
+    where it lies in the buffer with this padding: behind the first bucket, parts of other parameters, and zeros.
+    """
+
+    @functools.wraps(original)
+    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        buffers = self.buffers
+        self.buffers = [_without_padding_of_buckets(buffer) for buffer in buffers]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.buffers = buffers
+
+    return sharded_param_state
+
+
+def _without_padding_of_buckets(buffer: Any) -> Any:
+    """The same buffer, whose parameters lie where they would without the padding at the ends of buckets."""
+    padding = [
+        end - start - bucket.numel_unpadded
+        for (start, end), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True)
+    ]
+    before = list(itertools.accumulate(padding, initial=0))
+    unpadded = copy.copy(buffer)
+    unpadded.param_index_map = {
+        parameter: (start - before[bucket], end - before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
+    return unpadded
 
 
 def wrap_set_optimizer_states(original: Callable[..., None]) -> Callable[..., None]:

@@ -27,10 +27,6 @@ _RELIED_UPON: Table = {
         "make_sharded_optimizer_tensor": ("2c5136cde327edce", "makes a state's entry from its weight's")
     },
     "megatron.core.optimizer.distrib_optimizer": {
-        "DistributedOptimizer.sharded_param_state_fully_reshardable": (
-            "4b6b52d956abbad8",
-            "makes a state's entry from its weight's",
-        ),
         "DistributedOptimizer.load_parameter_state_from_fully_reshardable": (
             "478e9161b4aad1c7",
             "takes a state at its weight's padded shape",
@@ -71,6 +67,12 @@ _REPLACED: tuple[tuple[str, str, str, str], ...] = (
         f"{_OPTIMIZER}.sharded_state_dict",
         "stores the padding of shards in every layout but fully_reshardable",
         "365ba0883f3cc6d6",
+    ),
+    (
+        "optimizer_state.wrap_fully_reshardable_state",
+        f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
+        "saves parts of other parameters' states where buckets of gradients end with padding (upstream #5077)",
+        "4b6b52d956abbad8",
     ),
     (
         "optimizer_state.wrap_set_optimizer_states",

@@ -118,6 +118,13 @@ CASES = (
         common=f"--bf16 {DISTRIBUTED}",
         tolerance=BF16_TOLERANCE,
     ),
+    # Buckets of gradients end with padding.
+    Case(
+        "from_dp2_etp2_distributed_buckets",
+        f"--etp-size 2 {PAD}",
+        ("", f"--etp-size 2 {PAD}"),
+        common=f"{DISTRIBUTED} --overlap-grad-reduce --ddp-bucket-size 2000",
+    ),
     Case(
         "from_moe_ep2_distributed",
         f"--etp-size 2 --expert-etp-size 2 {EP2} {PAD}",
