@@ -172,6 +172,7 @@ def test_a_checkpoint_with_one_changed_byte_is_one_line_and_no_output(checkpoint
         (["--iteration", "7"], "iter_0000007 is not a directory"),
         (["--load", "{tmp}"], "is not a complete checkpoint in the torch_dist format"),
         (["--output", "/proc/out"], "cannot write to /proc"),
+        (["--output", "/proc"], "/proc is a mount point, which cannot be replaced; choose a directory in it"),
         (["--output", "{tmp}"], "is not empty; choose another output directory, or pass --overwrite"),
         (["--dtype", "float32", "--weight-format", "fp8_block"], "dtype is float32 and weight_format is fp8_block"),
         (["--eos-token-id", "-4"], "eos_token_id is -4; tokens are numbered from 0"),

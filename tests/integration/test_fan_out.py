@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_patches.refit.control.messages import State
+from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.models.config_traits import family_from_config
 from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.trainer.session import Fate, OnEngineFailure, RefitSession
@@ -190,6 +191,29 @@ def test_engines_that_meet_again_keep_their_plan(tmp_path: Path) -> None:
     (_, sent), (content, taken) = run(tmp_path, one_after_another, fan_out_width=1, **OPTIONS)[0]
     assert content == (3, expected(3))
     assert (sent.count("relay"), taken.count("receive"), taken.count("meet")) == (3, 3, 1)
+
+
+def it_meets_nobody(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Engine 1 is to take versions from engine 0, and never meets it. The fates of a push after another preparation."""
+    call = PlainEngine.call
+
+    def refuse(client: PlainEngine, what: dict[str, Any]) -> None:
+        if what["call"] == "meet":
+            raise RefitError("no route to engine 0")
+        call(client, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainEngine, "call", refuse)
+        with pytest.raises(PartyFailedError, match="no route to engine 0"):
+            push(1, wait=True)
+        session.prepare()
+        report = push(2, wait=True)
+    return {name: one.fate for name, one in report.engines.items()}
+
+
+def test_an_engine_that_can_take_nothing_from_others_is_sent_to_after_another_preparation(tmp_path: Path) -> None:
+    fates, _ = run(tmp_path, it_meets_nobody, fan_out=True, fan_out_width=1)
+    assert fates == dict.fromkeys(NAMES[:2], Fate.SERVES)
 
 
 def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:

@@ -123,6 +123,8 @@ class CheckpointDirectory:
             return
         if not self.target.is_dir():
             raise ExportError(f"{self.target} exists and is not a directory; choose another output directory")
+        if self.target.is_mount():  # the rename at the end would fail, and all before it would be on another disk
+            raise ExportError(f"{self.target} is a mount point, which cannot be replaced; choose a directory in it")
         entries = sorted(self.target.iterdir())
         if not entries:
             return

@@ -52,6 +52,7 @@ class Coordinator:
         self._lobby: Announcer | None = None
         self._controls: dict[int, EngineControl] = {}
         self._newcomers: list[Newcomer] = []  # those that other ranks must learn of in the next push
+        self._cannot_follow = set[str]()  # see FanOut
         self._next = 0
         # Orders are decided while no engine comes or goes.
         self._lock = threading.RLock()
@@ -146,7 +147,7 @@ class Coordinator:
             if self._lobby is None and self._ranks > 1:
                 self._lobby = Announcer(self._options.host, self._ranks - 1)
             if self._options.fan_out:
-                self.fan_out = FanOut(self._options, self._ranks, self._attached)
+                self.fan_out = FanOut(self._options, self._ranks, self._attached, self._cannot_follow)
             if engines is not None:
                 self.roster.set(engines)
             if not self.roster.present and not self._drops:

@@ -107,15 +107,23 @@ class FanOut:
         options: of the session.
         ranks: number of trainer ranks.
         subscribed: the trainer's subscriptions whose engines are attached.
+        cannot_follow: names of engines to which every push sends, as they could not take a version from others. Those
+            that cannot are added.
     """
 
-    def __init__(self, options: RefitOptions, ranks: int, subscribed: Callable[[], Collection[Subscription]]) -> None:
+    def __init__(
+        self,
+        options: RefitOptions,
+        ranks: int,
+        subscribed: Callable[[], Collection[Subscription]],
+        cannot_follow: set[str],
+    ) -> None:
         self._options, self._ranks, self._subscribed = options, ranks, subscribed
         self._lock = threading.Lock()
         self._is_held = self._is_closed = False
         self._taking: dict[str, tuple[Subscription, Take, Future[float]]] = {}  # with what ends once it is over
         self._failures: dict[str, _Failures] = {}
-        self._cannot_follow: set[str] = set()  # names of engines to which every push sends
+        self._cannot_follow = cannot_follow
 
     def look(self) -> None:
         """Lets engines that are behind begin to take the newest version, as far as others can send it now."""

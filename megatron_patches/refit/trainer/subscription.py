@@ -424,7 +424,7 @@ class Subscription:
             nonlocal asked
             if control is not None and not asked:
                 asked = True
-                if control.in_place:  # the engine pauses from then on, so not before the weights have settled
+                if control.in_place or self.over_nccl:  # requests wait from then on, so weights settle first
                     with suppress(Exception):  # raised below, once workers wait for this step
                         look_up()
                 control.receive(assembly, version, step, linked=linked)

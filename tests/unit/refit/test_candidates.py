@@ -93,7 +93,7 @@ class Engine:
 
 def fan_out_of(engines: list[Engine], width: int | None = None) -> FanOut:
     options = RefitOptions(fan_out=True, fan_out_width=width)
-    return FanOut(options, 4, lambda: cast("list[Subscription]", engines))
+    return FanOut(options, 4, lambda: cast("list[Subscription]", engines), set())
 
 
 def test_those_behind_are_spread_over_engines_and_send_once_they_have_it() -> None:

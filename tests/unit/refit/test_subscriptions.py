@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from megatron_patches.refit.trainer.subscription import Subscription
 from megatron_patches.refit.trainer.subscriptions import Subscriptions
 from megatron_patches.refit.trainer.telemetry import Telemetry
 from megatron_patches.refit.trainer.trainer_rank import Trainer
+from megatron_patches.refit.transports.base import TransportName
 
 
 class Earlier:
@@ -110,6 +112,85 @@ def test_a_delta_is_sent_again_whole_if_digests_differ_whatever_the_reason_says(
         again = [(2, False)] if digests_differ else []
         assert (one.sent.exception(20) is None) is digests_differ
         assert party.pushed == [(1, False), (2, has_base), *again]
+    finally:
+        one.close()
+
+
+class FirstStep:
+    """A trainer rank's party that begins to push and ends there.
+
+    Attributes:
+        transport: the transport of packets.
+    """
+
+    linked = True
+
+    def __init__(self, transport: TransportName) -> None:
+        self.transport = transport
+
+    def prepare(self, *_: object) -> None:
+        """Nothing."""
+
+    def push(self, _: int, begin: Callable[[], object], *__: object, writing: object) -> Moved:
+        del writing
+        begin()
+        return Moved({}, 0)
+
+    def leave(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Asked:
+    """Notes when an engine is asked to receive."""
+
+    in_place, cannot_send, left_asleep, paused_s = False, "", "", 0.0
+    options = RefitOptions()
+
+    def __init__(self, noted: list[str]) -> None:
+        self._noted = noted
+
+    def receive(self, *_: object, linked: bool) -> None:
+        del linked
+        self._noted.append("asked")
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None  # all else does nothing
+
+
+@pytest.mark.parametrize(
+    ("transport", "order"),
+    [(TransportName.C10D, ["settled", "asked"]), (TransportName.TCP, ["asked", "settled"])],
+)
+def test_an_engine_whose_requests_wait_while_it_receives_is_asked_once_weights_have_settled(
+    monkeypatch: pytest.MonkeyPatch, transport: TransportName, order: list[str]
+) -> None:
+    """Over NCCL, a worker receives between two steps of its engine."""
+    noted: list[str] = []
+    assembly = SimpleNamespace(next_step=0, gone=lambda *_: [], post=lambda *_: None)
+    monkeypatch.setattr(subscription, "Assembly", lambda *_: assembly)
+    monkeypatch.setattr(subscription, "SourceParty", lambda *_: FirstStep(transport))
+    trainer = Trainer(0, "trainer rank 0", "cpu", None, lambda: cast(Any, None), Telemetry())
+    one = Subscription(
+        "one",
+        Invitation("127.0.0.1", 1, "0" * 64, 1.0),
+        trainer,
+        RefitOptions().links(1, 1 << 20),
+        control=cast(Any, Asked(noted)),
+        after=None,
+    )
+
+    def look_up() -> dict[str, Any]:
+        if "settled" not in noted:
+            noted.append("settled")
+        return {}
+
+    try:
+        one.send(1, look_up)
+        assert one.sent.exception(20) is None
+        assert noted == order
     finally:
         one.close()
 
