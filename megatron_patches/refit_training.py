@@ -1,8 +1,8 @@
 """Pushes the weights of a Megatron training run into running engines, from inside the training loop.
 
 With ``--refit-engines`` every Megatron script pushes after every ``--refit-interval`` steps. A run that loads a
-checkpoint, to resume or with ``--finetune`` or ``--load-hf``, also pushes the loaded weights before its first step. A
-version is the number of steps of the run that the weights have been trained for.
+checkpoint, to resume, to start from its weights, or with ``--load-hf``, also pushes the loaded weights before its first
+step. A version is the number of steps of the run that the weights have been trained for.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Pusher:
             return
         try:
             self._session = self._open(args, model)
-            if iteration > 0 or args.finetune or args.load_hf is not None:
+            if iteration > 0 or args.finetune or args.load_hf is not None or _has_loaded(args):
                 self._push(iteration)
         except RefitError as error:  # no step was taken, so nothing is lost
             end_with(error)
@@ -345,6 +345,13 @@ def _vocab_size(args: argparse.Namespace) -> int:
     if args.load_hf is None:
         return vocabulary_of(args)
     return family_from_config(read_config(Path(args.load_hf))).traits.vocab_size
+
+
+def _has_loaded(args: argparse.Namespace) -> bool:
+    """Whether a run that begins at step 0 has weights from ``--load``: a release's, such as ``refit import`` writes."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    return bool(checkpoint_exists(args.load))
 
 
 def _args() -> argparse.Namespace:

@@ -234,14 +234,31 @@ def test_whoever_leaves_the_training_loop_in_order_lets_the_last_commit_end(
 
 
 @pytest.mark.parametrize(
-    ("iteration", "finetune", "load_hf", "pushed"),
-    [(0, False, None, []), (0, True, None, [0]), (4, False, None, [4]), (0, False, "/model", [0])],
+    ("iteration", "finetune", "load_hf", "load", "pushed"),
+    [
+        (0, False, None, None, []),
+        (0, False, None, "empty", []),
+        (0, False, None, "release", [0]),
+        (0, True, None, "release", [0]),
+        (4, False, None, "release", [4]),
+        (0, False, "/model", None, [0]),
+    ],
 )
 def test_what_a_run_has_loaded_is_pushed_before_its_first_step(
-    iteration: int, finetune: bool, load_hf: str | None, pushed: list[int], monkeypatch: pytest.MonkeyPatch
+    iteration: int,
+    finetune: bool,
+    load_hf: str | None,
+    load: str | None,
+    pushed: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A release, such as `refit import` writes, is loaded without ``--finetune`` and begins at step 0."""
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / "latest_checkpointed_iteration.txt").write_text("release")
     found: list[int] = []
-    args = argparse.Namespace(refit_engines=["http://a"], finetune=finetune, load_hf=load_hf)
+    folder = None if load is None else str(tmp_path / load)
+    args = argparse.Namespace(refit_engines=["http://a"], finetune=finetune, load_hf=load_hf, load=folder)
     pusher = refit_training.Pusher()
     monkeypatch.setattr(refit_training, "_args", lambda: args)
     monkeypatch.setattr(pusher, "_open", lambda *_: object())

@@ -18,6 +18,7 @@ from megatron_patches.refit.trainer import subscription
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
 from megatron_patches.refit.trainer.subscriptions import Subscriptions
+from megatron_patches.refit.trainer.take import Take
 from megatron_patches.refit.trainer.telemetry import Telemetry
 from megatron_patches.refit.trainer.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
@@ -114,6 +115,20 @@ def test_a_delta_is_sent_again_whole_if_digests_differ_whatever_the_reason_says(
         assert party.pushed == [(1, False), (2, has_base), *again]
     finally:
         one.close()
+
+
+def test_what_is_begun_after_its_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the trainer leaves an engine out just after another thread has found that it can take a version."""
+
+    def refuse(*_: object) -> None:
+        raise PartyFailedError("nobody is there")
+
+    monkeypatch.setattr(subscription, "Assembly", refuse)
+    trainer = Trainer(0, "trainer rank 0", "cpu", None, lambda: cast(Any, None), Telemetry())
+    invitation = Invitation("127.0.0.1", 1, "0" * 64, 1.0)
+    one = Subscription("one", invitation, trainer, RefitOptions().links(1, 1 << 20), control=None, after=None)
+    one.close().result(20)
+    assert str(one.take(Take(1, [])).exception(20)) == "refit-one has ended"
 
 
 class FirstStep:
