@@ -193,6 +193,27 @@ def test_engines_that_meet_again_keep_their_plan(tmp_path: Path) -> None:
     assert (sent.count("relay"), taken.count("receive"), taken.count("meet")) == (3, 3, 1)
 
 
+def one_takes(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """A push begins while an engine takes the version before."""
+    push(1, wait=True)
+    first, other = session.exchange.rank == 0, late(clients, 1)
+    if first:
+        clients[0].run("send_slowly", 0.3)
+        session.attach(other)
+        until(lambda: other.run("calls").count("receive") == 1)
+    session.exchange.gather(None)
+    report = push(2, wait=True)
+    found = other.run("content") if first else None
+    session.exchange.gather(None)
+    return {name: one.fate for name, one in report.engines.items()}, found
+
+
+def test_an_engine_gives_up_what_it_takes_and_takes_part_in_a_push_that_waits_for_no_commit(tmp_path: Path) -> None:
+    (fates, found), _ = run(tmp_path, one_takes, count=1, later=1, lag_s=0.0, **OPTIONS)
+    assert fates == dict.fromkeys(NAMES[:2], Fate.SERVES)
+    assert found == (2, expected(2))
+
+
 def it_meets_nobody(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
     """Engine 1 is to take versions from engine 0, and never meets it. The fates of a push after another preparation."""
     call = PlainEngine.call

@@ -20,7 +20,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,6 +35,7 @@ from megatron_patches.refit.trainer.take import Take
 logger = logging.getLogger(__name__)
 
 CANDIDATES_SCHEMA = 1
+_GIVING_UP_S = 2.0  # for what is given up to end
 _ATTEMPTS = 3  # for one engine and version; then it waits for the next push
 
 
@@ -158,9 +159,12 @@ class FanOut:
         """
         with self._lock:
             self._is_held = True
-            for one, *_ in self._taking.values():
-                if one.follows < 0:
-                    one.give_up_taking("a newer version is about to be pushed")
+            ending = [
+                ended
+                for one, _, ended in self._taking.values()
+                if one.follows < 0 and one.give_up_taking("a newer version is about to be pushed")
+            ]
+        wait(ending, _GIVING_UP_S)  # otherwise they would lag, and miss every version if pushes come fast
 
     def resume(self) -> None:
         """Ends :meth:`hold`."""

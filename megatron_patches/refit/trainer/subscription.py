@@ -273,10 +273,9 @@ class Subscription:
         if self.follows >= 0:
             self.end_following(reason)
 
-    def give_up_taking(self, reason: str) -> None:
-        """Ends what :meth:`take` has started, unless the version has come already."""
-        if self._take is not None:
-            self._take.give_up(reason)
+    def give_up_taking(self, reason: str) -> bool:
+        """Ends what :meth:`take` has started, unless the version has come already. Returns whether it had not."""
+        return self._take is not None and self._take.give_up(reason)
 
     def relay(self, call: Mapping[str, Any]) -> Future[None]:
         """On the first rank, makes the engine's workers send the version that they serve to those of another engine.

@@ -159,6 +159,7 @@ class Take:
         self.failure: str | None = None
         self._lock = threading.Lock()
         self._meeting: Meeting | None = None  # while the version is on its way
+        self._has_come = False
         self._reason = ""
 
     @property
@@ -167,12 +168,17 @@ class Take:
         meeting = self._meeting
         return [] if meeting is None else meeting.awaited
 
-    def give_up(self, reason: str) -> None:
-        """Gives up the version, unless it has come already. Any thread may call it."""
+    def give_up(self, reason: str) -> bool:
+        """Gives up the version, unless it has come already. Any thread may call it.
+
+        Returns:
+            Whether it had not come.
+        """
         with self._lock:
             self.is_given_up, self._reason = True, reason
             if self._meeting is not None:
                 self._meeting.give_up(reason)
+            return not self._has_come
 
     def run(self, meeting: Meeting) -> Moved:
         """Makes the engine receive the version in a meeting with the servers.
@@ -184,8 +190,10 @@ class Take:
             if self.is_given_up:
                 raise PartyFailedError(self._reason)
             self._meeting = meeting
+        moved: Moved | None = None
         try:
-            return meeting.bring(self.version)
+            moved = meeting.bring(self.version)
+            return moved
         finally:
             with self._lock:
-                self._meeting = None
+                self._meeting, self._has_come = None, moved is not None

@@ -78,10 +78,11 @@ class Engine:
     def leave_others(self) -> None:
         self.give_up_taking("detached")
 
-    def give_up_taking(self, reason: str) -> None:
+    def give_up_taking(self, reason: str) -> bool:
         assert self._take is not None
-        self._take.give_up(reason)
+        had_not_come = self._take.give_up(reason)
         self._ended.set_result(0.0)
+        return had_not_come
 
     def end(self, *, serves: bool) -> None:
         """It has committed the version or given it up."""
