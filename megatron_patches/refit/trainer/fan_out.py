@@ -164,7 +164,8 @@ class FanOut:
                 for one, _, ended in self._taking.values()
                 if one.follows < 0 and one.give_up_taking("a newer version is about to be pushed")
             ]
-        wait(ending, _GIVING_UP_S)  # otherwise they would lag, and miss every version if pushes come fast
+        # Otherwise they would lag, and miss every version if pushes come fast. One that hangs is waited for once.
+        wait(ending, _GIVING_UP_S)
 
     def resume(self) -> None:
         """Ends :meth:`hold`."""

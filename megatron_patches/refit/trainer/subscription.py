@@ -274,7 +274,7 @@ class Subscription:
             self.end_following(reason)
 
     def give_up_taking(self, reason: str) -> bool:
-        """Ends what :meth:`take` has started, unless the version has come already. Returns whether it had not."""
+        """Ends what :meth:`take` has started. Returns whether the version had neither come nor been given up before."""
         return self._take is not None and self._take.give_up(reason)
 
     def relay(self, call: Mapping[str, Any]) -> Future[None]:

@@ -172,13 +172,14 @@ class Take:
         """Gives up the version, unless it has come already. Any thread may call it.
 
         Returns:
-            Whether it had not come.
+            Whether it had neither come nor been given up before.
         """
         with self._lock:
+            was_open = not self._has_come and not self.is_given_up
             self.is_given_up, self._reason = True, reason
             if self._meeting is not None:
                 self._meeting.give_up(reason)
-            return not self._has_come
+            return was_open
 
     def run(self, meeting: Meeting) -> Moved:
         """Makes the engine receive the version in a meeting with the servers.

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_patches.refit.control.messages import Standing, State
+from megatron_patches.refit.trainer import fan_out as fan_out_module
 from megatron_patches.refit.trainer.fan_out import FanOut, Source, candidates_json, candidates_of
 from megatron_patches.refit.trainer.push_options import RefitOptions
 from megatron_patches.refit.trainer.subscription import Subscription
@@ -95,6 +96,20 @@ class Engine:
 def fan_out_of(engines: list[Engine], width: int | None = None) -> FanOut:
     options = RefitOptions(fan_out=True, fan_out_width=width)
     return FanOut(options, 4, lambda: cast("list[Subscription]", engines), set())
+
+
+def test_a_push_waits_once_for_an_engine_that_does_not_give_up_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung engine must not delay every push."""
+    waited: list[int] = []
+    monkeypatch.setattr(fan_out_module, "wait", lambda ending, _: waited.append(len(ending)))
+    serving, hung = Engine("serving", 7), Engine("hung", 6)
+    fan_out = fan_out_of([serving, hung])
+    fan_out.look()
+    monkeypatch.setattr(hung, "give_up_taking", lambda reason: hung._take is not None and hung._take.give_up(reason))
+    for _ in range(3):
+        fan_out.hold()
+        fan_out.resume()
+    assert waited == [1, 0, 0]
 
 
 def test_those_behind_are_spread_over_engines_and_send_once_they_have_it() -> None:
