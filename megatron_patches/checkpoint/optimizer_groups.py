@@ -1,9 +1,14 @@
-"""Loads optimizer state into a run whose experts are distributed differently from the run that saved it.
+"""Loads optimizer state where Megatron fails: if experts were distributed differently, or a stage has none.
 
 Megatron gives experts a separate optimizer if they are parallel in any way (EP, their own TP, or shards), and otherwise
 keeps them in the optimizer of the dense weights. Either way, a checkpoint stores each tensor under its weight's name,
 but other values (learning rates, steps, loss scale) are stored per optimizer. A run with two optimizers may not find
 its second, and Megatron notices only after the weights have been loaded.
+
+One rank of the first pipeline stage writes these values for all. If this stage has no experts, they lack the step of
+the experts' optimizer: torch's Adam then fails, and Transformer Engine's would count from one again, with moments of
+many steps. The other optimizers know the step, which is the same for all. Lists of master weights, which are written
+only where they are empty, cannot be merged with those of stages that have experts.
 
 This module requests tensors as this run's optimizers need them, and looks up non-tensor values among all groups of the
 checkpoint, before anything is loaded.
@@ -21,6 +26,8 @@ _KEY = "optimizer"
 _REQUESTED = "optimizer of this run"
 _EXPERTS = "is_expert_parallel"
 _MODEL_SPACE = "fully_reshardable"
+_MASTERS = "fp32_from_fp16_params"
+_STEP = "common_step"
 
 
 class OptimizerStateMismatchError(ValueError):
@@ -38,15 +45,22 @@ def wrap_load_of_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing import serialization
 
         saved = serialization.load_common_state_dict(checkpoint_dir).get(_KEY)
-        if not _is_known(saved) or len(_parts(saved)) == len(_parts(requested)):
+        if not _is_known(saved):
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        empty = [{_MASTERS: part[_MASTERS]} if not any(part.get(_MASTERS, [1])) else {} for part in _parts(requested)]
+        if len(_parts(saved)) == len(_parts(requested)) and _is_whole(_parts(saved)):
+            answer = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            loaded = answer[0] if isinstance(answer, tuple) else answer
+            for part, masters in zip(_parts(loaded[_KEY]), empty, strict=True):
+                _add(part, masters)
+            return answer
         settings = [_settings(part, _parts(saved), checkpoint_dir) for part in _parts(requested)]
         renamed = {_REQUESTED if key == _KEY else key: value for key, value in sharded_state_dict.items()}
         answer = original(renamed, checkpoint_dir, *args, **kwargs)
         loaded = answer[0] if isinstance(answer, tuple) else answer
         tensors = loaded.pop(_REQUESTED)
-        for part, values in zip(_parts(tensors), settings, strict=True):
-            _add(part, values)
+        for part, values, masters in zip(_parts(tensors), settings, empty, strict=True):
+            _add(part, {**values, **masters})
         loaded[_KEY] = tensors
         return answer
 
@@ -78,24 +92,41 @@ def _torch_state(part: _State) -> _State:
     return inner if isinstance(inner, dict) else part
 
 
+def _is_whole(saved: list[_State]) -> bool:
+    """Whether the rank that wrote for all had weights of every optimizer: then all of a kind have a step, or none."""
+    if any(_MASTERS in part for part in saved):  # elsewhere than here, they may be tensors
+        return False
+    inner = [_torch_state(part) for part in saved]
+    of_states = [(kind, _STEP in part.get("state", {})) for part in inner for kind in _kinds(part)]  # torch's Adam
+    of_groups = [(_kind(group), group.get("step") is not None) for part in inner for group in part["param_groups"]]
+    return all(has or (kind, True) not in known for known in (of_states, of_groups) for kind, has in known)
+
+
 def _settings(part: _State, saved: list[_State], checkpoint: str) -> _State:
     """The non-tensor state of one optimizer of this run, from the checkpoint's."""
     groups = [group for other in saved for group in _torch_state(other)["param_groups"]]
     values = {
-        key: value for key, value in saved[0].items() if key not in (_KEY, "state", "param_groups", "param_state")
+        key: value
+        for key, value in saved[0].items()
+        if key not in (_KEY, "state", "param_groups", "param_state", _MASTERS)
     }
     inner: _State = {"param_groups": [_counterpart(group, groups, checkpoint) for group in _groups(part)]}
     # Not of other kinds: a step in Muon's state would be saved with it, and go stale.
     same = [other for other in saved if _kinds(other) & _kinds(part)]
-    steps = [step for other in same if (step := _torch_state(other).get("state", {}).get("common_step")) is not None]
+    steps = [step for other in same if (step := _torch_state(other).get("state", {}).get(_STEP)) is not None]
     if steps:
-        inner["state"] = {"common_step": steps[0]}
+        inner["state"] = {_STEP: steps[0]}
     return {**values, _KEY: inner} if _KEY in part else {**values, **inner}
 
 
 def _kinds(part: _State) -> set[Any]:
-    """Names of the optimizers that ``part`` has the state of: in a run with Muon, None is Muon and "adam" is Adam."""
-    return {group.get("optimizer") for group in _groups(part)}
+    """Names of the optimizers that ``part`` has the state of."""
+    return set(map(_kind, _groups(part)))
+
+
+def _kind(group: _State) -> Any:
+    """Name of the optimizer that steps a group: in a run with Muon, None is Muon and "adam" is Adam."""
+    return group.get("optimizer")
 
 
 def _groups(part: _State) -> Iterator[_State]:
@@ -120,6 +151,9 @@ def _counterpart(group: _State, saved: list[_State], checkpoint: str) -> _State:
             f"state has this run's {settings}; load the weights alone with --no-load-optim"
         )
     kept = {name: group[name] for name in (_EXPERTS, "params") if name in group}
+    if found.get("step") is None:
+        same = (other for other in saved if other.get("step") is not None and _kind(other) == _kind(found))
+        kept |= next(({"step": other["step"]} for other in same), {})
     return {**found, **kept}
 
 

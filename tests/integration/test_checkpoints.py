@@ -261,6 +261,20 @@ def test_layers_of_the_gated_delta_rule_are_loaded_at_other_sizes(megatron: Mega
         assert after == pytest.approx(before[SAVED_STEP:], rel=FP32_TOLERANCE, abs=0.0), name
 
 
+@pytest.mark.parametrize(
+    ("layers", "dtype"), [("[0]*2+[1]*2", ""), ("[0]*2+[1]*2", "--bf16"), ("[1]*2+[0]*2", "--bf16")]
+)
+def test_experts_on_one_stage_alone_are_loaded(megatron: MegatronPool, tmp_path: Path, layers: str, dtype: str) -> None:
+    """The first stage writes for all what is no tensor. On one of the stages, an optimizer has nothing to step."""
+    model = f"{MOE} --moe-layer-freq {layers} {dtype}"
+    sharded = f"--etp-size 2 --expert-etp-size 2 {PP2} {PAD}"
+    saved = _save(megatron, tmp_path, model, sharded)
+    for flags in (sharded, f"--etp-size 4 {EP2} {PAD}", f"{PP2} {EP2}"):
+        loaded = _run(megatron, model, flags, f"--load {tmp_path} --ckpt-step {SAVED_STEP}")
+        tolerance = BF16_TOLERANCE if dtype or on_gpus() else FP32_TOLERANCE
+        assert loaded.losses == pytest.approx(saved.losses[SAVED_STEP:], rel=tolerance, abs=0.0), flags
+
+
 @pytest.mark.cpu_only("GPUs have a random state that no data loader draws from")
 def test_a_resumed_run_continues_with_the_same_random_numbers(megatron: MegatronPool, tmp_path: Path) -> None:
     model = LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1")

@@ -38,6 +38,39 @@ def test_muon_gets_no_step_and_adam_its_own() -> None:
         assert steps[0::2] == [stale, stale]
 
 
+def loaded_groups(rank: int, world_size: int, saved: dict[int, Any]) -> list[dict[str, Any]]:
+    """The groups of both optimizers of a run whose experts have their own."""
+    del rank, world_size
+    from megatron.core.dist_checkpointing import serialization
+
+    from megatron_patches.checkpoint.optimizer_groups import wrap_load_of_optimizers
+
+    requested = {0: part(None), 1: part(None, experts=True)}
+
+    def load(state: dict[str, Any], _: str) -> dict[str, Any]:
+        """As Megatron's: what is saved under the requested key is merged into what is requested."""
+        found = {}
+        for key, parts in state.items():
+            found[key] = {n: {**parts[n], **saved[n]} if key == "optimizer" else parts[n] for n in parts}
+        return found
+
+    with mock.patch.object(serialization, "load_common_state_dict", return_value={"optimizer": saved}):
+        answer = wrap_load_of_optimizers(load)({"optimizer": requested}, "folder")["optimizer"]
+    return [answer[number]["param_groups"][0] for number in sorted(answer)]
+
+
+def test_experts_keep_the_step_of_transformer_engine_if_the_first_stage_has_none() -> None:
+    """Its optimizers count in their groups, from one again where a group has no step."""
+    for of_experts, expected in ((None, 6), (5, 5)):
+        saved = {0: part(None), 1: part(None, experts=True)}
+        saved[0]["param_groups"][0]["step"] = 6
+        if of_experts is not None:
+            saved[1]["param_groups"][0]["step"] = of_experts
+        ((dense, experts),) = run_distributed(loaded_groups, 1, backend=None, args=(saved,))
+        assert (dense["step"], experts["step"]) == (6, expected)
+        assert (dense["is_expert_parallel"], experts["is_expert_parallel"]) == (False, True)
+
+
 def requested_momentum(rank: int, world_size: int, momentum: float) -> list[str]:
     """The tensors that a load into SGD asks for."""
     del rank, world_size
