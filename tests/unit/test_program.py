@@ -18,6 +18,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 print(dist.get_rank(), dist.get_world_size(), sys.argv, os.getcwd(), __name__, beside.VALUE)
 print("said by", dist.get_rank(), file=sys.stderr)
+dist.barrier()  # a rank that ended at once could reset the connections that the other still makes
 """
 LATE = """
 import os, time
