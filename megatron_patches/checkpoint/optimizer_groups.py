@@ -5,10 +5,10 @@ keeps them in the optimizer of the dense weights. Either way, a checkpoint store
 but other values (learning rates, steps, loss scale) are stored per optimizer. A run with two optimizers may not find
 its second, and Megatron notices only after the weights have been loaded.
 
-One rank of the first pipeline stage writes these values for all. If this stage has no experts, they lack the step of
-the experts' optimizer: torch's Adam then fails, and Transformer Engine's would count from one again, with moments of
-many steps. The other optimizers know the step, which is the same for all. Lists of master weights, which are written
-only where they are empty, cannot be merged with those of stages that have experts.
+One rank of the first pipeline stage writes these values for all. If this stage has no experts, they may lack the step
+of the experts' optimizer: torch's Adam then fails, and Transformer Engine's counts from one again (its release 2.20.2
+counts the steps of groups without weights, too). The other optimizers know the step, which is the same for all. Lists
+of master weights, which are written only where they are empty, cannot be merged with those of stages with experts.
 
 This module requests tensors as this run's optimizers need them, and looks up non-tensor values among all groups of the
 checkpoint, before anything is loaded.
