@@ -39,11 +39,16 @@ class CudaVmm:
             ) from error
         self._driver: Any = driver
         self._file = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._number = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
 
     def allocation_of(self, address: int) -> tuple[int, int]:
         """Start and size of the allocation that contains an address; of mapped memory, only of that mapping."""
         base, size = self._call("cuMemGetAddressRange", address, at=address)
         return int(base), int(size)
+
+    def number_of(self, address: int) -> int:
+        """The number of the allocation that contains an address. A process never has it for two allocations."""
+        return int(*self._call("cuPointerGetAttribute", self._number, address, at=address))
 
     def retain(self, address: int) -> int:
         """The handle that is mapped at an address, the same each time. Must be released once per call."""

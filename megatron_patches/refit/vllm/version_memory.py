@@ -254,19 +254,26 @@ class VersionMemory:
             Flat tensors in the arriving dtypes, by storage.
 
         Raises:
-            RefitError: if there is no backup.
+            RefitError: if there is no backup, or the device has too little memory.
         """
         self._note_use("before")
         self._next = {}
-        serving = self._in_place.begin(timeout_s) if self._in_place is not None else {}
-        made: dict[str, torch.Tensor] = {}
-        self.beside_bytes = 0
-        for storage in self._storages:
-            memory = serving.get(storage.name)
-            if memory is None:
-                memory = torch.empty(storage.numel, dtype=getattr(torch, storage.dtype), device=self._device)
-                self.beside_bytes += memory.nbytes
-            made[storage.name] = memory
+        made = self._in_place.begin(timeout_s) if self._in_place is not None else {}
+        beside = {
+            storage.name: (storage.numel, getattr(torch, storage.dtype))
+            for storage in self._storages
+            if storage.name not in made
+        }
+        self.beside_bytes = sum(numel * dtype.itemsize for numel, dtype in beside.values())
+        try:
+            for name, (numel, dtype) in beside.items():
+                made[name] = torch.empty(numel, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            in_place = ", or push with the memory mode in_place" if self._in_place is None else ""
+            raise RefitError(
+                f"{self._device} has no room for {self.beside_bytes / 2**30:.2f} GiB of new weights beside those that "
+                f"serve; start vLLM with a lower --gpu-memory-utilization{in_place}"
+            ) from error
         self._note_use("with both")
         return made
 

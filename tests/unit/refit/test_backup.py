@@ -1,4 +1,4 @@
-"""What a backup puts back is what served when it was taken, to the bit, whatever tensors share."""
+"""What a backup puts back is what served when it was taken, to the bit, whatever tensors share; memory of versions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.layout.manifest import Manifest, Storage
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import version_memory as module
-from megatron_patches.refit.vllm.version_memory import Backup
+from megatron_patches.refit.vllm.version_memory import Backup, VersionMemory
 from tests.unit.refit.test_swap import bits, raw
 
 CPU = torch.device("cpu")
@@ -96,3 +97,15 @@ def test_an_older_copy_is_not_taken_for_the_one_that_could_not_be_begun(monkeypa
     monkeypatch.undo()
     with pytest.raises(RefitError, match="no complete copy"):
         backup.restore()
+
+
+def test_a_gpu_without_room_for_a_version_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 192.00 MiB.")
+
+    storages = (Storage("a", "bfloat16", 3 << 28, 3 << 28), Storage("b", "float32", 1 << 28, 1 << 28))
+    memory = VersionMemory(Manifest(0, "here", storages, ()), torch.device("cuda:1"))
+    monkeypatch.setattr(torch, "empty", full)
+    text = r"cuda:1 has no room for 2\.50 GiB of new .* lower --gpu-memory-utilization, or push .* memory mode in_place"
+    with pytest.raises(RefitError, match=text):
+        memory.make(1.0)
