@@ -1,15 +1,17 @@
 """Pushes a Megatron model's weights into a running vLLM server on the same machine, and times what users wait for.
 
-    python -m benchmarks.refit_vllm --model qwen3-8b --from etp=2 --trainer-gpus 0 1 --engine-gpus 2 3
+    python -m benchmarks.refit_vllm --model qwen3-8b --from etp=2 --trainer-gpus 0 1 --engine-gpus 2 3 \
+        --engine-arguments "--gpu-memory-utilization 0.6"
 
-A server is started with dummy weights (``--load-format dummy``) and CUDA graphs. Trainer ranks hold the model with
-random weights, distributed as ``--from`` says. They change the weights and push them, ``--repeats`` times for each of
-``--ways``. A way is a transport, followed by ``+in_place`` for an engine without room for a second copy; or ``nccl``,
-vLLM's own engine; or ``checkpoint_engine``, the package of that name. The last two have a server of their own, gather
-full tensors on the trainer and end in ``load_weights`` (:mod:`benchmarks.refit_vllm_peers`). Trainer and engine may
-share GPUs, and must for ``checkpoint_engine``. With ``--weight-format fp8_block``, the server's model is in block FP8,
-and the trainer quantizes what it sends. ``--device cpu`` with a tiny model tests the benchmark itself. With
-``--timeline``, :mod:`benchmarks.refit_timeline` then shows where the time of a push went.
+A server is started with dummy weights (``--load-format dummy``) and CUDA graphs, and needs room for a second copy.
+Trainer ranks hold the model with random weights, distributed as ``--from`` says. They change the weights and push them,
+``--repeats`` times for each of ``--ways``. A way is a transport, followed by ``+in_place`` for an engine without room
+for a second copy; or ``nccl``, vLLM's own engine; or ``checkpoint_engine``, the package of that name. The last two have
+a server of their own, gather full tensors on the trainer and end in ``load_weights``
+(:mod:`benchmarks.refit_vllm_peers`). Trainer and engine may share GPUs, and must for ``checkpoint_engine``. With
+``--weight-format fp8_block``, the server's model is in block FP8, and the trainer quantizes what it sends. ``--device
+cpu`` with a tiny model tests the benchmark itself. With ``--timeline``, :mod:`benchmarks.refit_timeline` then shows
+where the time of a push went.
 
 With ``--adapter-rank 16``, the trainer is a model of transformers with an adapter of PEFT instead, on one rank. It
 pushes its weights with the adapter merged into them, its weights alone, and the adapter alone, over the transport that
