@@ -89,9 +89,10 @@ class ReplicatedGrads:
         self.groups.clear()
         self._names.clear()
 
-    def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        # PyTorch drops the gradient of a parameter that was frozen after the forward pass.
-        if self._modes.now.is_part or not param.requires_grad:
+    def _collect(self, param: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
+        # An autograd function may return None. PyTorch drops the gradient of a parameter that was frozen after the
+        # forward pass.
+        if grad is None or self._modes.now.is_part or not param.requires_grad:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(
