@@ -32,7 +32,11 @@ _UNSUPPORTED = {
 }
 """Why sharded weights do not support a recipe of Transformer Engine, by the name of its class."""
 
-_WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
+_FUSES = {
+    "fuse_wgrad_accumulation": "fuse_wgrad_accumulation",
+    "_accumulate_into_main_grad": "accumulate_into_main_grad",
+}
+"""Attributes of TE's modules, and of its operations, that say whether gradients bypass autograd; their options."""
 
 
 def te_available() -> bool:
@@ -202,15 +206,16 @@ def _on_this_gpu(format_: ApartFormat, name: str, kind: str) -> ApartFormat:
 
 
 def refuse_hidden_gradients(path: str, module: nn.Module) -> None:
-    """Raise ValueError for a TE module whose replicated weights' gradients would not pass through autograd."""
-    if not _is_te(module, *_WITH_WGRADS):
+    """Raise ValueError for a module or operation of TE whose replicated weights' gradients would bypass autograd."""
+    if not any(cls.__module__.startswith("transformer_engine.pytorch.") for cls in type(module).__mro__):
         return
     _refuse_delayed_wgrad(path, module)
-    if getattr(module, "fuse_wgrad_accumulation", False):
-        raise ValueError(
-            f"{path}: fuse_wgrad_accumulation hides the gradients of replicated weights, which would not be combined "
-            "over the ranks; build it without"
-        )
+    for attribute, option in _FUSES.items():
+        if getattr(module, attribute, False):
+            raise ValueError(
+                f"{path}: {option} hides the gradients of replicated weights, which would not be combined over the "
+                "ranks; build it without"
+            )
 
 
 def _refuse_delayed_wgrad(path: str, module: nn.Module) -> None:

@@ -164,6 +164,19 @@ def chosen_inputs(rank: int, world_size: int, shim: str) -> dict[str, list[list[
     return answers
 
 
+def _operations(te: Any) -> dict[str, nn.Module]:
+    """Transformer Engine's operations, which keep whole weights, by what they are built with."""
+    common: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.float32}
+    return {
+        "operation": te.ops.Linear(IN, OUT, **common),
+        "operation into main_grad": te.ops.Linear(IN, OUT, accumulate_into_main_grad=True, **common),
+        "operations of experts into main_grad": te.ops.GroupedLinear(
+            EXPERTS, IN, OUT, accumulate_into_main_grad=True, **common
+        ),
+        "operations of experts later": te.ops.GroupedLinear(EXPERTS, IN, OUT, delay_wgrad_compute=True, **common),
+    }
+
+
 def paths_past_the_protocol(rank: int, world_size: int, shim: str) -> dict[str, str]:
     """What is refused of TE's paths that do not ask for weights again, by case."""
     sys.path.append(shim)
@@ -196,6 +209,8 @@ def paths_past_the_protocol(rank: int, world_size: int, shim: str) -> dict[str, 
         note("against the variable", lambda: sharded(built(use_grouped_tensor=False)))
     with mock.patch.dict(os.environ, {"NVTE_BACKWARD_OVERRIDE": "high_precision"}):
         note("override variable", lambda: sharded(_build("LayerNormLinear", bias=False, fuse=False)))
+    for name, operation in _operations(te).items():
+        note(name, partial(sharded, nn.Sequential(nn.Linear(IN, IN), operation)))
     with te.quantized_model_init(recipe=recipe.Float8BlockScaling()):
         first, second = (te.Linear(128, 128, params_dtype=torch.bfloat16, device="cpu") for _ in range(2))
     note("quantized model", lambda: etp.shard_module(nn.Sequential(first, second), dist.group.WORLD))

@@ -59,6 +59,11 @@ def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -
         )
         assert answers.pop("argument") == answers.pop("variable") == grouped
         assert answers.pop("override variable").startswith("the module: NVTE_BACKWARD_OVERRIDE=high_precision makes")
+        # That of a linear is inside of it.
+        for case, path in (("operation", "1.basic_ops.0"), ("operations of experts", "1")):
+            message = f"{path}: accumulate_into_main_grad hides the gradients of replicated weights, which would not be"
+            assert answers.pop(f"{case} into main_grad").startswith(message)
+        assert answers.pop("operations of experts later").startswith("1: delay_wgrad_compute computes gradients after")
         refused = (
             "weight is a Float8BlockwiseQTensor, and its shards would be torch.bfloat16: build the model without "
             "quantized_model_init; under te.autocast, weights are gathered as its recipe quantizes them"
