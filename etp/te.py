@@ -80,6 +80,16 @@ def is_te_grouped_linear(module: nn.Module) -> bool:
     return _is_te(module, "GroupedLinear")
 
 
+def kept_for_backward() -> Any:
+    """What Transformer Engine's layer that is being differentiated has kept of its forward pass; maybe not TE's at all.
+
+    Each use of a weight has its own: ``activation_dtype``, ``fp8``, ``backward_override`` and so on.
+    """
+    node = torch._C._current_autograd_node()
+    # Its Linear keeps them in an object, so that torch.compile can pass them on.
+    return getattr(node, "backward_objects", node)
+
+
 def refuse_unsupported_te(path: str, module: nn.Module) -> None:
     """Raise ValueError, naming module and option, for a TE module whose sharded form would be wrong.
 

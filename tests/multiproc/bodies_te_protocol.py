@@ -164,6 +164,50 @@ def chosen_inputs(rank: int, world_size: int, shim: str) -> dict[str, list[list[
     return answers
 
 
+def _shared_inputs(step: int) -> torch.Tensor:
+    """The same on all ranks, so that a gradient's mean over them is the gradient of one."""
+    return torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(step))
+
+
+def _same_rows(sharded: nn.Module, mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor]) -> bool:
+    """Whether ``mine`` has this rank's rows of what is in ``its``, by parameter."""
+    same = []
+    for name, param in sharded.named_parameters():
+        start, stop = 0, len(its[name])
+        if isinstance(param, etp.ETPShardedParam):
+            start, stop = param.layout.logical_range(param.group_rank)
+        same.append(torch.equal(mine[name][: stop - start], its[name][start:stop]))
+    return all(same)
+
+
+def under_autocast(rank: int, world_size: int, shim: str) -> dict[str, list[bool]]:
+    """Weights in fp32 under ``torch.autocast``: which of output and gradients equal the whole layer's, by layer."""
+    del rank, world_size
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+
+    answers: dict[str, list[bool]] = {}
+    for kind in KINDS:
+        whole, sharded = _build(kind, bias=False, fuse=False), _build(kind, bias=False, fuse=False)
+        sharded.load_state_dict(whole.state_dict())
+        etp.shard_module(sharded, dist.group.WORLD)
+        for step in range(2):
+            found = []
+            for module in (whole, sharded):
+                _reset(module, set())
+                x = _shared_inputs(step).requires_grad_()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    y = _run(module, x, kind, recompute=False)
+                y.square().mean().backward()
+                found.append((y.detach(), x.grad, _gradients(module, set())))
+            (y_whole, dx_whole, its), (y, dx, mine) = found
+            assert dx is not None
+            answers.setdefault(kind, []).extend(
+                (torch.equal(y, y_whole), torch.equal(dx, dx_whole), _same_rows(sharded, mine, its))
+            )
+    return answers
+
+
 def _operations(te: Any) -> dict[str, nn.Module]:
     """Transformer Engine's operations, which keep whole weights, by what they are built with."""
     common: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.float32}

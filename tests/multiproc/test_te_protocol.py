@@ -49,6 +49,11 @@ def test_backward_for_chosen_inputs_gives_no_others_gradients() -> None:
         }
 
 
+def test_weights_are_cast_under_autocast_in_both_passes() -> None:
+    for answers in run_distributed(bodies.under_autocast, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
+        assert answers == dict.fromkeys(bodies.KINDS, [True] * 6)
+
+
 def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -> None:
     for answers in run_distributed(
         bodies.paths_past_the_protocol, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu
