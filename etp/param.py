@@ -28,7 +28,7 @@ from etp.layout import ShardLayout
 from etp.refusals import meet_whole_weight, refusal
 from etp.shard import Shard, own_rank, read_grad, uncompiled, write_grad
 from etp.shard_grad import owned_grad
-from etp.te import active_format, kept_for_backward
+from etp.te import active_format, kept_for_backward, overwrites_main_grad
 from etp.terms import call_with_counted
 
 # Functions whose sharded counterpart replaces them when a shard is the weight.
@@ -178,9 +178,10 @@ class ETPShardedParam(Shard):
         """
         if self._format is not None:
             self.weight_group.release_derived()
+        overwrite = overwrites_main_grad(kept_for_backward(), self)
         if isinstance(wgrads, torch.Tensor):
-            return self.driver.reductions.take(self.weight_group, [wgrads])[0]
-        return self.driver.reductions.take(self.weight_group, wgrads)
+            return self.driver.reductions.take(self.weight_group, [wgrads], overwrite=overwrite)[0]
+        return self.driver.reductions.take(self.weight_group, wgrads, overwrite=overwrite)
 
     def grad_buffer(self) -> torch.Tensor:
         """A buffer of the full weight's shape for a weight-gradient GEMM that fuses the accumulation.

@@ -90,6 +90,18 @@ def kept_for_backward() -> Any:
     return getattr(node, "backward_objects", node)
 
 
+def overwrites_main_grad(kept: Any, weight: torch.Tensor) -> bool:
+    """Whether the gradient that TE computes takes the place of ``main_grad``, rather than being added to it.
+
+    Args:
+        kept: see :func:`kept_for_backward`.
+        weight: whose gradient it is.
+    """
+    if not getattr(kept, "fuse_wgrad_accumulation", False):
+        return False
+    return bool(kept.is_first_microbatch or getattr(weight, "overwrite_main_grad", False))
+
+
 def refuse_unsupported_te(path: str, module: nn.Module) -> None:
     """Raise ValueError, naming module and option, for a TE module whose sharded form would be wrong.
 

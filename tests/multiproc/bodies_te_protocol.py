@@ -208,6 +208,45 @@ def under_autocast(rank: int, world_size: int, shim: str) -> dict[str, list[bool
     return answers
 
 
+def first_microbatches(rank: int, world_size: int, shim: str) -> dict[str, bool]:
+    """Fused accumulation into ``main_grad`` that nobody sets to zero: whether it equals the whole layer's, by case.
+
+    The first of two microbatches says so, or each weight says that its gradient is to be overwritten.
+    """
+    del rank, world_size
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+
+    answers: dict[str, bool] = {}
+    for kind, says, once in itertools.product(KINDS, ("first microbatch", "weight"), (False, True)):
+        whole, sharded = _build(kind, bias=False, fuse=True), _build(kind, bias=False, fuse=True)
+        sharded.load_state_dict(whole.state_dict())
+        etp.shard_module(sharded, dist.group.WORLD, config=etp.EtpConfig(reduce_once_per_iteration=once))
+        fused = {name for name, param in sharded.named_parameters() if isinstance(param, etp.ETPShardedParam)}
+        same = []
+        for module in (whole, sharded):
+            for name, param in module.named_parameters():
+                if name in fused:
+                    param.main_grad = torch.full(param.shape, 3.0)  # type: ignore[attr-defined]
+                    if says == "weight":
+                        param.overwrite_main_grad = True  # type: ignore[attr-defined]
+        for step in range(2):
+            found = []
+            for module in (whole, sharded):
+                module.zero_grad()
+                for index in range(1 if says == "weight" else 2):
+                    arguments = (SPLITS,) if kind == "GroupedLinear" else ()
+                    first = index == 0 if says == "first microbatch" else None
+                    x = _shared_inputs(10 * step + index)
+                    module(x, *arguments, is_first_microbatch=first).square().mean().backward()
+                if once and module is sharded:
+                    etp.wait_async_comms(sharded)
+                found.append(_gradients(module, fused))
+            same.append(_same_rows(sharded, found[1], found[0]))
+        answers[f"{kind}, by {says}{', reduced once' if once else ''}"] = all(same)
+    return answers
+
+
 def _operations(te: Any) -> dict[str, nn.Module]:
     """Transformer Engine's operations, which keep whole weights, by what they are built with."""
     common: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.float32}

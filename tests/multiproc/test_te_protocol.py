@@ -54,6 +54,12 @@ def test_weights_are_cast_under_autocast_in_both_passes() -> None:
         assert answers == dict.fromkeys(bodies.KINDS, [True] * 6)
 
 
+def test_a_first_microbatch_overwrites_the_gradients_of_the_last_iteration() -> None:
+    for answers in run_distributed(bodies.first_microbatches, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
+        assert len(answers) == 4 * len(bodies.KINDS)
+        assert all(answers.values()), answers
+
+
 def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -> None:
     for answers in run_distributed(
         bodies.paths_past_the_protocol, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu
