@@ -28,7 +28,7 @@ from etp.layout import ShardLayout
 from etp.refusals import meet_whole_weight, refusal
 from etp.shard import Shard, own_rank, read_grad, uncompiled, write_grad
 from etp.shard_grad import owned_grad
-from etp.te import active_format, kept_for_backward, overwrites_main_grad
+from etp.te import active_format, kept_for_backward, overwrites_main_grad, refuse_modified_weight
 from etp.terms import call_with_counted
 
 # Functions whose sharded counterpart replaces them when a shard is the weight.
@@ -156,11 +156,16 @@ class ETPShardedParam(Shard):
         """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``.
 
         In the precision of the forward pass that is differentiated: others may have used the weight since in another.
+
+        Raises:
+            ValueError: if a debug feature of Transformer Engine modifies the weight for the backward pass.
         """
         kept = kept_for_backward()
         dtype: torch.dtype | None = getattr(kept, "activation_dtype", None)
         if dtype is None:
             return self.driver.gathers.visit(self.weight_group, self.weight_group.format, transposed=True)
+        if kept.debug:
+            refuse_modified_weight(self.fqn, kept)
         # Under an override, which only recipes have, TE computes its backward pass as without quantization.
         format_ = self._format if kept.fp8 or kept.backward_override is not None else None
         weights = self.driver.gathers.visit(self.weight_group, format_, transposed=True)

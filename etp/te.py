@@ -102,6 +102,23 @@ def overwrites_main_grad(kept: Any, weight: torch.Tensor) -> bool:
     return bool(kept.is_first_microbatch or getattr(weight, "overwrite_main_grad", False))
 
 
+def refuse_modified_weight(name: str, kept: Any) -> None:
+    """Raise ValueError if a debug feature (nvidia-dlfw-inspect) modifies the weight ``name`` for the backward pass.
+
+    TE lets it do so in the forward pass, and multiplies the weight that is gathered again as it is.
+
+    Args:
+        name: names the weight in messages.
+        kept: see :func:`kept_for_backward`.
+    """
+    quantizer = kept.weight_quantizers[0] if hasattr(kept, "weight_quantizers") else kept.weight_quantizer
+    if quantizer is not None and quantizer.columnwise_tensor_plan == "modify_tensor()":
+        raise ValueError(
+            f"a debug feature of Transformer Engine modifies {name} for the gradient of the input (dgrad), which would "
+            "be computed with the weight as it is: leave out the feature's gemm dgrad, or its tensor weight"
+        )
+
+
 def refuse_unsupported_te(path: str, module: nn.Module) -> None:
     """Raise ValueError, naming module and option, for a TE module whose sharded form would be wrong.
 

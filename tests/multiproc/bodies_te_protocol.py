@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -244,6 +245,59 @@ def first_microbatches(rank: int, world_size: int, shim: str) -> dict[str, bool]
                 found.append(_gradients(module, fused))
             same.append(_same_rows(sharded, found[1], found[0]))
         answers[f"{kind}, by {says}{', reduced once' if once else ''}"] = all(same)
+    return answers
+
+
+_FAKE_QUANT = """
+section:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: .*
+  transformer_engine:
+    FakeQuant:
+      enabled: True
+      quant_format: FP8E4M3
+      gemms: [{}]
+      tensors: [weight]
+"""
+
+
+def debug_features(rank: int, world_size: int, shim: str, folder: str, gemm: str) -> dict[str, str]:
+    """The message of each layer if a debug feature quantizes weights for ``gemm``; empty if it equals the whole one."""
+    del world_size
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+    import transformer_engine
+    from nvdlfw_inspect import api  # type: ignore[import-not-found]
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    own = Path(folder, str(rank))
+    own.mkdir()
+    (own / "features.yaml").write_text(_FAKE_QUANT.format(gemm))
+    features = [str(Path(transformer_engine.__file__).parent / "debug" / "features")]
+    api.initialize(config_file=str(own / "features.yaml"), feature_dirs=features, log_dir=str(own))
+
+    def quantize(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype)
+
+    answers: dict[str, str] = {}
+    with mock.patch.object(Float8Quantizer, "__call__", quantize):
+        for kind in KINDS:
+            whole, sharded = _build(kind, bias=False, fuse=False), _build(kind, bias=False, fuse=False)
+            sharded.load_state_dict(whole.state_dict())
+            etp.shard_module(sharded, dist.group.WORLD)
+            found = []
+            try:
+                for module in (whole, sharded):
+                    x = _shared_inputs(0).requires_grad_()
+                    y = _run(module, x, kind, recompute=False)
+                    y.square().mean().backward()
+                    found.append((y.detach(), x.grad))
+            except ValueError as error:
+                answers[kind] = str(error)
+            else:
+                assert all(torch.equal(mine, its) for its, mine in zip(*found, strict=True)), kind  # type: ignore[arg-type]
+                answers[kind] = ""
     return answers
 
 

@@ -6,6 +6,7 @@ Its files are unpacked for the processes of these tests alone: see :mod:`tests.s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,18 @@ def test_a_first_microbatch_overwrites_the_gradients_of_the_last_iteration() -> 
     for answers in run_distributed(bodies.first_microbatches, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
         assert len(answers) == 4 * len(bodies.KINDS)
         assert all(answers.values()), answers
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_a_debug_feature_that_modifies_weights_for_the_backward_pass_is_refused(tmp_path: Path, gemm: str) -> None:
+    for answers in run_distributed(
+        bodies.debug_features, 2, args=(str(SHARED), str(tmp_path), gemm), fresh=True, prepared=te_on_cpu
+    ):
+        assert set(answers) == set(bodies.KINDS)
+        for kind, message in answers.items():
+            name = "weight0" if kind == "GroupedLinear" else "weight"
+            wanted = f"a debug feature of Transformer Engine modifies {name} for the gradient of the input (dgrad)"
+            assert message.startswith(wanted) if gemm == "dgrad" else not message
 
 
 def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -> None:
