@@ -389,6 +389,11 @@ class Reductions:
         else:
             pending.finish()
 
+    def settle(self) -> None:
+        """Order what the caller does next after all that is in flight; its gradients still count as such."""
+        for pending in tuple(self._pending):
+            pending.ready.wait(pending.home)
+
     def discard(self) -> None:
         """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
         logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self))

@@ -154,6 +154,9 @@ class ReplicatedGrads:
         """The dtype in which gradients of ``dtype`` are summed."""
         return torch.promote_types(dtype, torch.float32) if self._config.fp32_accumulation else dtype
 
+    def settle(self) -> None:
+        """Nothing is in flight between two collected gradients."""
+
     def discard(self) -> None:
         """Drop what an abandoned backward pass collected."""
         self._collected.clear()
