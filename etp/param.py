@@ -28,7 +28,7 @@ from etp.layout import ShardLayout
 from etp.refusals import meet_whole_weight, refusal
 from etp.shard import Shard, own_rank, read_grad, uncompiled, write_grad
 from etp.shard_grad import owned_grad
-from etp.te import active_format
+from etp.te import active_format, kept_for_backward, overwrites_main_grad, refuse_modified_weight
 from etp.terms import call_with_counted
 
 # Functions whose sharded counterpart replaces them when a shard is the weight.
@@ -53,7 +53,7 @@ class ETPShardedParam(Shard):
 
     is_distributed_weight = True
     _format: WeightFormat | None = None
-    """The format in which Transformer Engine's last forward pass asked for the weight; None: as it is stored."""
+    """The last format in which a forward pass of Transformer Engine has asked for the weight."""
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
@@ -141,18 +141,38 @@ class ETPShardedParam(Shard):
             TypeError: under hooks on saved tensors, which would pass TE's backward a plain tensor instead of the shard.
             ValueError: under a quantization recipe that sharded weights do not support, with the way out.
         """
-        self._format = active_format(self.fqn, self._format)
+        format_ = active_format(self.fqn, self._format)
+        if format_ is not None:
+            self._format = format_
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise TypeError(
                 f"{self.fqn} is used by a Transformer Engine module under hooks on saved tensors, which replace the "
                 "shard by a plain tensor: use torch.utils.checkpoint with use_reentrant=True, or Megatron's "
                 "recomputation, instead of use_reentrant=False, and no offloading of activations by such hooks"
             )
-        return self.driver.gathers.visit(self.weight_group, self._format)
+        return self.driver.gathers.visit(self.weight_group, format_)
 
     def materialize_group_for_backward(self) -> list[torch.Tensor]:
-        """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
-        return self.driver.gathers.visit(self.weight_group, self._format, transposed=True)
+        """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``.
+
+        In the precision of the forward pass that is differentiated: others may have used the weight since in another.
+
+        Raises:
+            ValueError: if a debug feature of Transformer Engine modifies the weight for the backward pass.
+        """
+        kept = kept_for_backward()
+        dtype: torch.dtype | None = getattr(kept, "activation_dtype", None)
+        if dtype is None:
+            return self.driver.gathers.visit(self.weight_group, self.weight_group.format, transposed=True)
+        if kept.debug:
+            refuse_modified_weight(self.fqn, kept)
+        # Under an override, which only recipes have, TE computes its backward pass as without quantization.
+        format_ = self._format if kept.fp8 or kept.backward_override is not None else None
+        weights = self.driver.gathers.visit(self.weight_group, format_, transposed=True)
+        if format_ is None and dtype is not self.dtype:
+            # Under torch.autocast, TE casts a weight in the forward pass and keeps the result, unless it is sharded.
+            return [weight.to(dtype) for weight in weights]
+        return weights
 
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
@@ -163,9 +183,10 @@ class ETPShardedParam(Shard):
         """
         if self._format is not None:
             self.weight_group.release_derived()
+        overwrite = overwrites_main_grad(kept_for_backward(), self)
         if isinstance(wgrads, torch.Tensor):
-            return self.driver.reductions.take(self.weight_group, [wgrads])[0]
-        return self.driver.reductions.take(self.weight_group, wgrads)
+            return self.driver.reductions.take(self.weight_group, [wgrads], overwrite=overwrite)[0]
+        return self.driver.reductions.take(self.weight_group, wgrads, overwrite=overwrite)
 
     def grad_buffer(self) -> torch.Tensor:
         """A buffer of the full weight's shape for a weight-gradient GEMM that fuses the accumulation.

@@ -246,7 +246,7 @@ class Passes:
                 return
             self.drop_abandoned()
         token = _BackwardToken()
-        self._token = weakref.ref(token)
+        self._token = weakref.ref(token, self._settle)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, token))
         self.in_backward = True
         self.number += 1
@@ -279,6 +279,11 @@ class Passes:
         for collector in self.collectors:
             collector.discard()
         self._token = None
+
+    def _settle(self, _: object) -> None:
+        """Order the reductions of an abandoned pass before what follows it: zeros in ``main_grad``, which none sees."""
+        for collector in self.collectors:
+            collector.settle()
 
     def _end_backward(self, token: _BackwardToken) -> None:
         del token

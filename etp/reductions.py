@@ -146,12 +146,15 @@ class Reductions:
         handed_out.add(index)
         return buffers[index]
 
-    def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def take(
+        self, group: WeightGroup, wgrads: Sequence[torch.Tensor], *, overwrite: bool = False
+    ) -> list[torch.Tensor | None]:
         """Accept the full gradients of one use of the group. Collective, unless they are only added locally.
 
         Args:
             group: the group whose weights were used.
             wgrads: a gradient of each weight, of its logical shape.
+            overwrite: whether they take the place of what ``main_grad`` holds, where there is one.
 
         Returns:
             what to pass to autograd for each shard; None if the sum goes into ``grad`` or ``main_grad``.
@@ -186,11 +189,14 @@ class Reductions:
         padded = padded_wgrads(wgrads, group.layout, pool, stream)
         if returned:
             return self._add_returned(group, route, padded, stream)
+        overwrite = overwrite and _has_main_grads(group)
         if self._config.reduce_once_per_iteration or group.used_more_than_once:
+            if overwrite:
+                self._zero_main_grads(group)
             # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
             self._add_locally(group, padded, stream, chosen)
         else:
-            trained = self._start(group, route, padded, stream, chosen=chosen)
+            trained = self._start(group, route, padded, stream, chosen=chosen, overwrite=overwrite)
             self.hooks.used_further[group] = trained[0]
         return [None] * len(group.shards)
 
@@ -238,6 +244,7 @@ class Reductions:
         *,
         returned: Destinations | None = None,
         chosen: Chosen = None,
+        overwrite: bool = False,
     ) -> Sequence[Shard]:
         """Start a reduction; returns the shards that get a gradient."""
         if group.reducing:
@@ -253,7 +260,8 @@ class Reductions:
             self._destinations[group] = into
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
         label = group.reduce_label
-        reduce = partial(route.transport.reduce_scatter, wgrads, into.sinks, divisor, label, accumulate=into.accumulate)
+        accumulate = into.accumulate and not overwrite
+        reduce = partial(route.transport.reduce_scatter, wgrads, into.sinks, divisor, label, accumulate=accumulate)
         ready = route.reduce.start(reduce, label=label)
         # Only now: if the start fails, e.g. for lack of memory, the next step can start it again.
         group.reducing = True
@@ -325,6 +333,14 @@ class Reductions:
                     if gradient_is_absent(param):
                         param.grad = torch.zeros_like(param.local_shard(), dtype=gradient_dtype(param))
 
+    def _zero_main_grads(self, group: WeightGroup) -> None:
+        if group.reducing:
+            self._finish_pending()
+        for shard in group.shards:
+            main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
+            if main_grad is not None:
+                main_grad.zero_()
+
     def _was_dropped(self, group: WeightGroup, expected: Sequence[bool]) -> bool:
         """Whether ``zero_grad()`` was called after the first microbatch, so that the iteration was abandoned."""
         if not self._config.reduce_once_per_iteration:
@@ -372,6 +388,11 @@ class Reductions:
                 pending.finish()
         else:
             pending.finish()
+
+    def settle(self) -> None:
+        """Order what the caller does next after all that is in flight; its gradients still count as such."""
+        for pending in tuple(self._pending):
+            pending.ready.wait(pending.home)
 
     def discard(self) -> None:
         """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""

@@ -89,9 +89,10 @@ class ReplicatedGrads:
         self.groups.clear()
         self._names.clear()
 
-    def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        # PyTorch drops the gradient of a parameter that was frozen after the forward pass.
-        if self._modes.now.is_part or not param.requires_grad:
+    def _collect(self, param: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
+        # An autograd function may return None. PyTorch drops the gradient of a parameter that was frozen after the
+        # forward pass.
+        if grad is None or self._modes.now.is_part or not param.requires_grad:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -152,6 +153,9 @@ class ReplicatedGrads:
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` are summed."""
         return torch.promote_types(dtype, torch.float32) if self._config.fp32_accumulation else dtype
+
+    def settle(self) -> None:
+        """Nothing is in flight between two collected gradients."""
 
     def discard(self) -> None:
         """Drop what an abandoned backward pass collected."""

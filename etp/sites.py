@@ -125,6 +125,7 @@ def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
         elif isinstance(module, nn.Linear | nn.Embedding) or is_te_linear(module):
             names = ["weight"]
         else:
+            refuse_hidden_gradients(path or "the module", module)
             for name in stacked_experts(module):
                 if module._parameters[name] not in replicated.params:
                     yield Site(path, module, [name], stacked=True)

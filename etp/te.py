@@ -32,7 +32,11 @@ _UNSUPPORTED = {
 }
 """Why sharded weights do not support a recipe of Transformer Engine, by the name of its class."""
 
-_WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
+_FUSES = {
+    "fuse_wgrad_accumulation": "fuse_wgrad_accumulation",
+    "_accumulate_into_main_grad": "accumulate_into_main_grad",
+}
+"""Attributes of TE's modules, and of its operations, that say whether gradients bypass autograd; their options."""
 
 
 def te_available() -> bool:
@@ -74,6 +78,45 @@ def is_te_linear(module: nn.Module) -> bool:
 def is_te_grouped_linear(module: nn.Module) -> bool:
     """Whether it is TE's GroupedLinear (or derives from it)."""
     return _is_te(module, "GroupedLinear")
+
+
+def kept_for_backward() -> Any:
+    """What Transformer Engine's layer that is being differentiated has kept of its forward pass; maybe not TE's at all.
+
+    Each use of a weight has its own: ``activation_dtype``, ``fp8``, ``backward_override`` and so on.
+    """
+    node = torch._C._current_autograd_node()
+    # Its Linear keeps them in an object, so that torch.compile can pass them on.
+    return getattr(node, "backward_objects", node)
+
+
+def overwrites_main_grad(kept: Any, weight: torch.Tensor) -> bool:
+    """Whether the gradient that TE computes takes the place of ``main_grad``, rather than being added to it.
+
+    Args:
+        kept: see :func:`kept_for_backward`.
+        weight: whose gradient it is.
+    """
+    if not getattr(kept, "fuse_wgrad_accumulation", False):
+        return False
+    return bool(kept.is_first_microbatch or getattr(weight, "overwrite_main_grad", False))
+
+
+def refuse_modified_weight(name: str, kept: Any) -> None:
+    """Raise ValueError if a debug feature (nvidia-dlfw-inspect) modifies the weight ``name`` for the backward pass.
+
+    TE lets it do so in the forward pass, and multiplies the weight that is gathered again as it is.
+
+    Args:
+        name: names the weight in messages.
+        kept: see :func:`kept_for_backward`.
+    """
+    quantizer = kept.weight_quantizers[0] if hasattr(kept, "weight_quantizers") else kept.weight_quantizer
+    if quantizer is not None and quantizer.columnwise_tensor_plan == "modify_tensor()":
+        raise ValueError(
+            f"a debug feature of Transformer Engine modifies {name} for the gradient of the input (dgrad), which would "
+            "be computed with the weight as it is: leave out the feature's gemm dgrad, or its tensor weight"
+        )
 
 
 def refuse_unsupported_te(path: str, module: nn.Module) -> None:
@@ -202,15 +245,16 @@ def _on_this_gpu(format_: ApartFormat, name: str, kind: str) -> ApartFormat:
 
 
 def refuse_hidden_gradients(path: str, module: nn.Module) -> None:
-    """Raise ValueError for a TE module whose replicated weights' gradients would not pass through autograd."""
-    if not _is_te(module, *_WITH_WGRADS):
+    """Raise ValueError for a module or operation of TE whose replicated weights' gradients would bypass autograd."""
+    if not any(cls.__module__.startswith("transformer_engine.pytorch.") for cls in type(module).__mro__):
         return
     _refuse_delayed_wgrad(path, module)
-    if getattr(module, "fuse_wgrad_accumulation", False):
-        raise ValueError(
-            f"{path}: fuse_wgrad_accumulation hides the gradients of replicated weights, which would not be combined "
-            "over the ranks; build it without"
-        )
+    for attribute, option in _FUSES.items():
+        if getattr(module, attribute, False):
+            raise ValueError(
+                f"{path}: {option} hides the gradients of replicated weights, which would not be combined over the "
+                "ranks; build it without"
+            )
 
 
 def _refuse_delayed_wgrad(path: str, module: nn.Module) -> None:

@@ -121,10 +121,13 @@ class WeightVersions:
         if not group.is_published or group.is_observed(self.stamp):
             return
         if in_backward and group.observed is not None:
-            raise StaleWeightError(
-                f"{group.name} changed between its forward and its backward pass, and its peers were not told; change "
-                "weights after the backward pass"
-            )
+            # Otherwise it has not changed, and a forward pass in another format has come between.
+            (epoch, _), _, version = group.observed
+            if epoch != self.epoch or version != group.version:
+                raise StaleWeightError(
+                    f"{group.name} changed between its forward and its backward pass, and its peers were not told; "
+                    "change weights after the backward pass"
+                )
         self._publish(group, route, pass_number)
 
     def _publish(self, group: WeightGroup, route: Route, pass_number: int) -> None:

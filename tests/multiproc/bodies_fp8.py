@@ -534,3 +534,37 @@ def trained_after_inference(rank: int, world_size: int, shim: str, recipe: str) 
                 outputs.append((y.detach(), x.grad))
             right.append(all(torch.equal(mine, its) for its, mine in zip(*outputs, strict=True)))
     return right
+
+
+def used_in_two_precisions(rank: int, world_size: int, shim: str, recipe: str) -> dict[str, bool]:
+    """Layers used in FP8 and without it before the backward pass: whether all is as in the whole layer, by case."""
+    prepare(shim, recipe)
+    answers = {}
+    for kind, first, second in itertools.product(KINDS, (True, False), ("trained", "evaluated", "in inference mode")):
+        whole, sharded = _build(kind), _build(kind)
+        sharded.load_state_dict(whole.state_dict())
+        etp.shard_module(sharded, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=128))
+        same = []
+        for step in range(2):
+            _draw(whole, sharded, step)
+            sides = []
+            for side in (whole, sharded):
+                side.zero_grad()
+                x, other = (_inputs(step + offset, rank).requires_grad_() for offset in (0, 100))
+                y = _run_if(side, x, kind, recipe, enabled=first)
+                loss = y.float().square().mean()
+                with {"trained": nullcontext, "evaluated": torch.no_grad}.get(second, torch.inference_mode)():
+                    z = _run_if(side, other, kind, recipe, enabled=not first)
+                if second == "trained":
+                    loss = loss + z.float().square().mean()
+                loss.backward()
+                sides.append([y.detach(), z.detach().clone(), x.grad, other.grad])
+            same += [one is its or torch.equal(one, its) for its, one in zip(*sides, strict=True)]  # type: ignore[arg-type]
+        answers[f"{kind}, {'' if first else 'not '}in FP8 first, then {second}"] = all(same)
+    return answers
+
+
+def _run_if(module: nn.Module, x: torch.Tensor, kind: str, recipe: str, *, enabled: bool) -> torch.Tensor:
+    with _autocast(recipe, enabled):
+        out = module(x, SPLITS) if kind == "GroupedLinear" else module(x)
+    return cast("torch.Tensor", out[0] if isinstance(out, tuple) else out)

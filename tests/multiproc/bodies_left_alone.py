@@ -387,6 +387,42 @@ def sparse_gradients(rank: int, world_size: int) -> str:
     return "no error"
 
 
+class _Constant(torch.autograd.Function):
+    """An input plus a parameter that it gives no gradient, as some of Transformer Engine's functions do with a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """Their sum."""
+        del ctx
+        return x + offset
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """The gradient of the input alone."""
+        del ctx
+        return grad, None
+
+
+class _WithConstant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, ROWS)
+        self.offset = nn.Parameter(torch.randn(ROWS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", _Constant.apply(self.linear(x), self.offset))
+
+
+def functions_without_gradients(rank: int, world_size: int) -> list[str]:
+    """Replicated parameters with a gradient, after two steps in which a function returned None for one of them."""
+    torch.manual_seed(4)
+    model = _WithConstant().to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    for _ in range(2):
+        model(_inputs(rank)).square().sum().backward()
+    return [name for name, param in model.named_parameters() if param.grad is not None]
+
+
 def unfit_optimizers(rank: int, world_size: int) -> dict[str, str]:
     """Optimizers that would not train the shards, or would damage them; then one that trains them."""
     model = _layer()

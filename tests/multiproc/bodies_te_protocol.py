@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -164,6 +165,155 @@ def chosen_inputs(rank: int, world_size: int, shim: str) -> dict[str, list[list[
     return answers
 
 
+def _shared_inputs(step: int) -> torch.Tensor:
+    """The same on all ranks, so that a gradient's mean over them is the gradient of one."""
+    return torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(step))
+
+
+def _same_rows(sharded: nn.Module, mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor]) -> bool:
+    """Whether ``mine`` has this rank's rows of what is in ``its``, by parameter."""
+    same = []
+    for name, param in sharded.named_parameters():
+        start, stop = 0, len(its[name])
+        if isinstance(param, etp.ETPShardedParam):
+            start, stop = param.layout.logical_range(param.group_rank)
+        same.append(torch.equal(mine[name][: stop - start], its[name][start:stop]))
+    return all(same)
+
+
+def under_autocast(rank: int, world_size: int, shim: str) -> dict[str, list[bool]]:
+    """Weights in fp32 under ``torch.autocast``: which of output and gradients equal the whole layer's, by layer."""
+    del rank, world_size
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+
+    answers: dict[str, list[bool]] = {}
+    for kind in KINDS:
+        whole, sharded = _build(kind, bias=False, fuse=False), _build(kind, bias=False, fuse=False)
+        sharded.load_state_dict(whole.state_dict())
+        etp.shard_module(sharded, dist.group.WORLD)
+        for step in range(2):
+            found = []
+            for module in (whole, sharded):
+                _reset(module, set())
+                x = _shared_inputs(step).requires_grad_()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    y = _run(module, x, kind, recompute=False)
+                y.square().mean().backward()
+                found.append((y.detach(), x.grad, _gradients(module, set())))
+            (y_whole, dx_whole, its), (y, dx, mine) = found
+            assert dx is not None
+            answers.setdefault(kind, []).extend(
+                (torch.equal(y, y_whole), torch.equal(dx, dx_whole), _same_rows(sharded, mine, its))
+            )
+    return answers
+
+
+def first_microbatches(rank: int, world_size: int, shim: str) -> dict[str, bool]:
+    """Fused accumulation into ``main_grad`` that nobody sets to zero: whether it equals the whole layer's, by case.
+
+    The first of two microbatches says so, or each weight says that its gradient is to be overwritten.
+    """
+    del rank, world_size
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+
+    answers: dict[str, bool] = {}
+    for kind, says, once in itertools.product(KINDS, ("first microbatch", "weight"), (False, True)):
+        whole, sharded = _build(kind, bias=False, fuse=True), _build(kind, bias=False, fuse=True)
+        sharded.load_state_dict(whole.state_dict())
+        etp.shard_module(sharded, dist.group.WORLD, config=etp.EtpConfig(reduce_once_per_iteration=once))
+        fused = {name for name, param in sharded.named_parameters() if isinstance(param, etp.ETPShardedParam)}
+        same = []
+        for module in (whole, sharded):
+            for name, param in module.named_parameters():
+                if name in fused:
+                    param.main_grad = torch.full(param.shape, 3.0)  # type: ignore[attr-defined]
+                    if says == "weight":
+                        param.overwrite_main_grad = True  # type: ignore[attr-defined]
+        for step in range(2):
+            found = []
+            for module in (whole, sharded):
+                module.zero_grad()
+                for index in range(1 if says == "weight" else 2):
+                    arguments = (SPLITS,) if kind == "GroupedLinear" else ()
+                    first = index == 0 if says == "first microbatch" else None
+                    x = _shared_inputs(10 * step + index)
+                    module(x, *arguments, is_first_microbatch=first).square().mean().backward()
+                if once and module is sharded:
+                    etp.wait_async_comms(sharded)
+                found.append(_gradients(module, fused))
+            same.append(_same_rows(sharded, found[1], found[0]))
+        answers[f"{kind}, by {says}{', reduced once' if once else ''}"] = all(same)
+    return answers
+
+
+_FAKE_QUANT = """
+section:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: .*
+  transformer_engine:
+    FakeQuant:
+      enabled: True
+      quant_format: FP8E4M3
+      gemms: [{}]
+      tensors: [weight]
+"""
+
+
+def debug_features(rank: int, world_size: int, shim: str, folder: str, gemm: str) -> dict[str, str]:
+    """The message of each layer if a debug feature quantizes weights for ``gemm``; empty if it equals the whole one."""
+    del world_size
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+    import transformer_engine
+    from nvdlfw_inspect import api  # type: ignore[import-not-found]
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    own = Path(folder, str(rank))
+    own.mkdir()
+    (own / "features.yaml").write_text(_FAKE_QUANT.format(gemm))
+    features = [str(Path(transformer_engine.__file__).parent / "debug" / "features")]
+    api.initialize(config_file=str(own / "features.yaml"), feature_dirs=features, log_dir=str(own))
+
+    def quantize(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype)
+
+    answers: dict[str, str] = {}
+    with mock.patch.object(Float8Quantizer, "__call__", quantize):
+        for kind in KINDS:
+            whole, sharded = _build(kind, bias=False, fuse=False), _build(kind, bias=False, fuse=False)
+            sharded.load_state_dict(whole.state_dict())
+            etp.shard_module(sharded, dist.group.WORLD)
+            found = []
+            try:
+                for module in (whole, sharded):
+                    x = _shared_inputs(0).requires_grad_()
+                    y = _run(module, x, kind, recompute=False)
+                    y.square().mean().backward()
+                    found.append((y.detach(), x.grad))
+            except ValueError as error:
+                answers[kind] = str(error)
+            else:
+                assert all(torch.equal(mine, its) for its, mine in zip(*found, strict=True)), kind  # type: ignore[arg-type]
+                answers[kind] = ""
+    return answers
+
+
+def _operations(te: Any) -> dict[str, nn.Module]:
+    """Transformer Engine's operations, which keep whole weights, by what they are built with."""
+    common: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.float32}
+    return {
+        "operation": te.ops.Linear(IN, OUT, **common),
+        "operation into main_grad": te.ops.Linear(IN, OUT, accumulate_into_main_grad=True, **common),
+        "operations of experts into main_grad": te.ops.GroupedLinear(
+            EXPERTS, IN, OUT, accumulate_into_main_grad=True, **common
+        ),
+        "operations of experts later": te.ops.GroupedLinear(EXPERTS, IN, OUT, delay_wgrad_compute=True, **common),
+    }
+
+
 def paths_past_the_protocol(rank: int, world_size: int, shim: str) -> dict[str, str]:
     """What is refused of TE's paths that do not ask for weights again, by case."""
     sys.path.append(shim)
@@ -196,6 +346,8 @@ def paths_past_the_protocol(rank: int, world_size: int, shim: str) -> dict[str, 
         note("against the variable", lambda: sharded(built(use_grouped_tensor=False)))
     with mock.patch.dict(os.environ, {"NVTE_BACKWARD_OVERRIDE": "high_precision"}):
         note("override variable", lambda: sharded(_build("LayerNormLinear", bias=False, fuse=False)))
+    for name, operation in _operations(te).items():
+        note(name, partial(sharded, nn.Sequential(nn.Linear(IN, IN), operation)))
     with te.quantized_model_init(recipe=recipe.Float8BlockScaling()):
         first, second = (te.Linear(128, 128, params_dtype=torch.bfloat16, device="cpu") for _ in range(2))
     note("quantized model", lambda: etp.shard_module(nn.Sequential(first, second), dist.group.WORLD))

@@ -327,6 +327,30 @@ def frozen_before_backward(rank: int, world_size: int) -> None:
             twins.step(freezes, step)
 
 
+def zeros_in_main_grad(rank: int, world_size: int) -> list[bool]:
+    """Whether ``main_grad`` is as if a backward pass had not failed before it was set to zero, by where it failed."""
+    del world_size
+    answers = []
+    for behind in range(3):
+        model = build("tiny")
+        etp.shard_module(model, dist.group.WORLD)
+        shards = [param for param in model.parameters() if isinstance(param, etp.ETPShardedParam)]
+        found = []
+        for fails in (False, True):
+            for shard in shards:
+                shard.main_grad = torch.zeros_like(shard.local_shard())  # type: ignore[attr-defined]
+            tokens, targets = batch(behind, rank, device())
+            if fails:
+                with contextlib.suppress(PlannedFailureError):
+                    loss_of(model(tokens, fail_behind=behind), targets).backward()
+                for shard in shards:
+                    shard.main_grad.zero_()  # type: ignore[attr-defined]
+            loss_of(model(tokens), targets).backward()
+            found.append([shard.main_grad for shard in shards])  # type: ignore[attr-defined]
+        answers.append(all(torch.equal(one, other) for one, other in zip(*found, strict=True)))
+    return answers
+
+
 def gradients_of_another_dtype(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Parameters in bf16 whose ``grad_dtype`` is fp32, which they got before sharding or after it."""
     model = build("tiny", torch.bfloat16)

@@ -67,6 +67,15 @@ def test_a_training_may_begin_with_an_evaluation_in_inference_mode(recipe: str) 
     assert answers == [[True] * 2 * len(bodies.KINDS)] * 2
 
 
+@pytest.mark.parametrize("recipe", ["Float8BlockScaling", pytest.param("MXFP8BlockScaling", marks=pytest.mark.slow)])
+def test_each_backward_pass_has_the_precision_of_its_forward_pass(recipe: str) -> None:
+    for answers in run_distributed(
+        bodies.used_in_two_precisions, 2, args=(str(SHARED), recipe), fresh=True, prepared=te_on_cpu
+    ):
+        assert len(answers) == 6 * len(bodies.KINDS)
+        assert all(answers.values()), answers
+
+
 def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
     for answers in run_distributed(bodies.refused, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
         assert set(answers) == {"alignment", "one-dimensional"}

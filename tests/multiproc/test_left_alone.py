@@ -104,6 +104,11 @@ def test_sparse_gradients_of_replicated_parameters_are_refused() -> None:
         assert message.startswith("the gradient of 0.weight is sparse and cannot be combined over the ranks")
 
 
+def test_parameters_that_a_function_returns_no_gradient_for_have_none() -> None:
+    for found in run_distributed(bodies.functions_without_gradients, 2):
+        assert found == ["linear.weight", "linear.bias"]
+
+
 def test_optimizers_that_would_not_train_the_shards_are_refused() -> None:
     for rank, answers in enumerate(run_distributed(bodies.unfit_optimizers, 2)):
         assert answers["early"].startswith("SGD has the full weight of 0.weight, which the module no longer uses")

@@ -6,6 +6,7 @@ Its files are unpacked for the processes of these tests alone: see :mod:`tests.s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,29 @@ def test_backward_for_chosen_inputs_gives_no_others_gradients() -> None:
         }
 
 
+def test_weights_are_cast_under_autocast_in_both_passes() -> None:
+    for answers in run_distributed(bodies.under_autocast, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
+        assert answers == dict.fromkeys(bodies.KINDS, [True] * 6)
+
+
+def test_a_first_microbatch_overwrites_the_gradients_of_the_last_iteration() -> None:
+    for answers in run_distributed(bodies.first_microbatches, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu):
+        assert len(answers) == 4 * len(bodies.KINDS)
+        assert all(answers.values()), answers
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_a_debug_feature_that_modifies_weights_for_the_backward_pass_is_refused(tmp_path: Path, gemm: str) -> None:
+    for answers in run_distributed(
+        bodies.debug_features, 2, args=(str(SHARED), str(tmp_path), gemm), fresh=True, prepared=te_on_cpu
+    ):
+        assert set(answers) == set(bodies.KINDS)
+        for kind, message in answers.items():
+            name = "weight0" if kind == "GroupedLinear" else "weight"
+            wanted = f"a debug feature of Transformer Engine modifies {name} for the gradient of the input (dgrad)"
+            assert message.startswith(wanted) if gemm == "dgrad" else not message
+
+
 def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -> None:
     for answers in run_distributed(
         bodies.paths_past_the_protocol, 2, args=(str(SHARED),), fresh=True, prepared=te_on_cpu
@@ -59,6 +83,11 @@ def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -
         )
         assert answers.pop("argument") == answers.pop("variable") == grouped
         assert answers.pop("override variable").startswith("the module: NVTE_BACKWARD_OVERRIDE=high_precision makes")
+        # That of a linear is inside of it.
+        for case, path in (("operation", "1.basic_ops.0"), ("operations of experts", "1")):
+            message = f"{path}: accumulate_into_main_grad hides the gradients of replicated weights, which would not be"
+            assert answers.pop(f"{case} into main_grad").startswith(message)
+        assert answers.pop("operations of experts later").startswith("1: delay_wgrad_compute computes gradients after")
         refused = (
             "weight is a Float8BlockwiseQTensor, and its shards would be torch.bfloat16: build the model without "
             "quantized_model_init; under te.autocast, weights are gathered as its recipe quantizes them"

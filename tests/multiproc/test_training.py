@@ -101,6 +101,11 @@ def test_weights_frozen_before_their_backward_pass_match() -> None:
     run_distributed(bodies.frozen_before_backward, 2)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_failed_backward_pass_adds_nothing_to_main_grad_behind_zeros(size: int) -> None:
+    assert run_distributed(bodies.zeros_in_main_grad, size) == [[True] * 3] * size
+
+
 @pytest.mark.parametrize("once", [False, True])
 def test_gradients_of_another_dtype_match(once: bool) -> None:
     run_distributed(bodies.gradients_of_another_dtype, 2, args=({"reduce_once_per_iteration": once},))
