@@ -64,6 +64,8 @@ def push_body(rank: int, world_size: int, addresses: list[str], seeds: tuple[int
     del rank, world_size
     chunks, after = start(CASE), []
     engines = [VllmConnection(address) for address in addresses]
+    for engine, address in zip(engines, addresses, strict=True):
+        engine.name = address  # reports tell engines apart by name
     options = RefitOptions(staging_bytes=STAGING, timeout_s=150.0)
     with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
         session.prepare()

@@ -241,7 +241,7 @@ class Served:
 
     def pauses(self) -> tuple[int, int]:
         """How often it was paused, and how often it was resumed, or went on by itself."""
-        went_on = self.server.log().count("this server goes on, its prefix cache emptied")
+        went_on = self.server.log().count("this server goes on, its caches emptied")
         return self.server.was_asked("sleep"), self.server.was_asked("wake_up") + went_on
 
 
@@ -310,7 +310,7 @@ def test_a_trainer_that_hangs_while_the_server_is_paused(
                 pushing.result(60)
     assert served.answers() == (new if is_new else old)
     log = served.server.log()[logged:]
-    assert "this server goes on, its prefix cache emptied" in log
+    assert "this server goes on, its caches emptied" in log
     assert "refit: left the trainer at 127.0.0.1:" in log
     served.push(2, memory)
     assert served.answers() == old

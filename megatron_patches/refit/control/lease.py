@@ -26,6 +26,8 @@ RESUMES = "x-refit-resumes"
 """Header of a request to resume: token of the session that ends its pause, not that of another one."""
 EMPTY_CACHES = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
 """Route that empties all prefix caches of a paused server, even those in use."""
+EMPTY_ENCODER_CACHES = "reset_encoder_cache"
+"""Route that empties the caches of what encoders of images or sounds have computed, which no request may use."""
 RESUME = "wake_up?tags=scheduling"
 """Route that ends a pause, whichever route began it."""
 

@@ -112,10 +112,15 @@ class Coordinator:
         del self._controls[number]
 
     def resume(self) -> None:
-        """Lets engines begin to join from now on, between pushes too. Waits, at first, until other ranks listen."""
+        """Lets engines begin to join from now on, between pushes too. Waits, at first, until other ranks listen.
+
+        Those begin now that were detached and attached again, whose earlier subscriptions have ended.
+        """
         if self._lobby is not None:
             self._lobby.wait_for_all()
         self._is_active = True
+        for engine in self.roster.present:
+            self._come_back(engine)
 
     def pause(self) -> None:
         """Ends all fan-out. Until :meth:`resume`, no engine begins to join between pushes."""
@@ -170,7 +175,8 @@ class Coordinator:
                 reason = one.failure
                 if all(other is not engine for other in present):
                     orders.ended.append(number)
-                    orders.fates[one.name] = EngineReport(Fate.LEFT)
+                    again = any(other.name == one.name for other in present)
+                    orders.fates[one.name] = EngineReport(Fate.JOINING if again else Fate.LEFT)
                 elif reason is None and not one.joined.done():
                     orders.fates.setdefault(one.name, EngineReport(Fate.JOINING))
                 elif reason is None and not one.served.done():
@@ -226,11 +232,11 @@ class Coordinator:
                 self._lobby.tell(newcomer)
 
     def _come_back(self, engine: EngineClient) -> None:
-        """Lets an engine join that answers again, in a thread in which nobody could catch an error."""
+        """Lets an engine join, unless it has, where nobody could catch an error."""
         try:
             with self._lock:
                 self._join_now(engine)
-        except Exception as error:  # noqa: BLE001 - the thread must go on to ask other engines
+        except Exception as error:  # noqa: BLE001 - others must go on
             logger.warning("refit: %s begins to join in the next push only: %s", engine.name, describe_error(error))
 
     def _attached(self) -> list[Subscription]:

@@ -73,13 +73,16 @@ class EngineClient(Protocol):
         """Passes a call to all of its workers; see :class:`megatron_patches.refit.vllm.refit_call.RefitCall`."""
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """Makes the workers of a paused engine commit a version. ``reset_cache`` also empties its prefix caches."""
+        """Makes the workers of a paused engine commit a version.
+
+        ``reset_cache`` also empties its caches: of prefixes, and of what encoders of images or sounds have computed.
+        """
 
     def pause(self, mode: PauseMode) -> None:
         """Stops all requests. Returns once none is running; on an error, requests continue."""
 
     def resume(self, *, reset_cache: bool) -> None:
-        """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause continues."""
+        """Ends a pause. With ``reset_cache``, empties these caches first; if that fails, the pause continues."""
 
 
 def why_not_up(engine: EngineClient) -> str | None:

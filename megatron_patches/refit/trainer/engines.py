@@ -1,9 +1,9 @@
 """The engines that this package can call: a vLLM server, and an ``LLM`` object in this process.
 
-[Note: pausing] vLLM's route ``/pause`` takes 20 ms longer than the engine needs to come to rest, and makes the workers
-empty encoder caches, which no refittable model has. ``/sleep`` at level 0 pauses the scheduler in the same way without
-either, and keeps the prefix cache, which is emptied while the workers commit. ``/pause`` is used only for ``keep``: in
-that mode it empties the cache itself, after taking running requests off it.
+[Note: pausing] vLLM's route ``/pause`` takes 20 ms longer than the engine needs to come to rest. ``/sleep`` at level 0
+pauses the scheduler in the same way, and keeps the caches of prefixes and of encoders, which are emptied while the
+workers commit. ``/pause`` is used only for ``keep``: in that mode it empties the caches itself, after taking running
+requests off them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_patches.refit.control.adapter_names import ADAPTER_ROUTE, version_
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.exchange import describe_error
 from megatron_patches.refit.control.http_calls import HttpCalls, NotFoundError, NotShownError
-from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME, ServerLease
+from megatron_patches.refit.control.lease import EMPTY_CACHES, EMPTY_ENCODER_CACHES, RESUME, ServerLease
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.trainer.engine_client import AdapterEngine, EngineClient, Joined, PassedEngine, PauseMode
 
@@ -160,7 +160,7 @@ class HttpEngine:
         self._lease.drop()
 
     def _empty_caches(self) -> None:
-        """Empties the prefix caches, including those of KV connectors, with retries.
+        """Empties the prefix caches, including those of KV connectors, with retries, and then those of encoders.
 
         Raises:
             RefitError: if they are still in use at the deadline.
@@ -169,6 +169,7 @@ class HttpEngine:
         while True:
             try:
                 if self._http.call("POST", EMPTY_CACHES).get("success") is not False:
+                    self._http.call("POST", EMPTY_ENCODER_CACHES)  # only now, as no request uses them any more
                     return
                 reason = "something uses it"
             except RefitError as error:
@@ -176,7 +177,8 @@ class HttpEngine:
             if time.monotonic() > deadline:
                 raise RefitError(
                     f"{self.name} could not empty its prefix cache, which is of older weights ({reason}); "
-                    f"POST {self.name}/{EMPTY_CACHES}, and then {self.name}/{RESUME} if it stays paused"
+                    f"POST {self.name}/{EMPTY_CACHES} and {self.name}/{EMPTY_ENCODER_CACHES}, and then "
+                    f"{self.name}/{RESUME} if it stays paused"
                 )
             time.sleep(_RETRY_S)
 
@@ -311,10 +313,11 @@ class LocalEngine(PassedEngine):
         self._llm.init_weight_transfer_engine({"init_info": call})
 
     def _empty_caches(self) -> None:
-        """Empties the prefix caches, including those of KV connectors.
+        """Empties the prefix caches, including those of KV connectors, and those of encoders.
 
         Raises:
             RefitError: if they are still in use.
         """
         if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RefitError(f"{self.name} could not empty its prefix cache, which is of older weights")
+        self._llm.llm_engine.reset_encoder_cache()

@@ -5,12 +5,16 @@ Such an engine would commit new weights and still answer with the old ones, or w
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.config.kv_transfer import KVTransferConfig
 from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedEngineError
 from megatron_patches.refit.vllm.layers import join
@@ -18,6 +22,14 @@ from megatron_patches.refit.vllm.releases import installed_release
 from megatron_patches.refit.vllm.releases.release import tensors_of
 from megatron_patches.refit.vllm.swap import span_of
 
+_KEEP_NOTHING = frozenset(
+    {
+        *("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"),
+        *("DecodeBenchConnector", "ExampleHiddenStatesConnector", "HiSparseConnector"),
+    }
+)
+"""KV connectors that pass a request's entries on and keep none for others, or from which requests take none."""
+_OFFLOADS = frozenset({"CPUOffloadingSpec", "TieringOffloadingSpec"})  # vLLM's, whose memory a reset empties
 _WEIGHTS = "weights"  # vLLM's tag of the memory of weights that a sleeping engine keeps or discards
 
 
@@ -27,9 +39,39 @@ def check_options(config: VllmConfig) -> None:
     Raises:
         UnsupportedEngineError: with every such option.
     """
-    reasons = list(installed_release().refusals(config))
+    reasons = [*installed_release().refusals(config), *_connector_refusals(config)]
     if reasons:
         raise UnsupportedEngineError(f"weights cannot be pushed into this engine: {'; '.join(reasons)}")
+
+
+def _connector_refusals(config: VllmConfig) -> Iterator[str]:
+    """Which connectors would still have what older weights computed, after all caches were emptied."""
+    if config.kv_transfer_config is not None:
+        for name in _keepers(config.kv_transfer_config):
+            yield (
+                f"{name} keeps KV cache entries of older weights when the prefix cache is reset "
+                "(--kv-transfer-config); start it without, or with a connector that vLLM can empty, such as "
+                "OffloadingConnector without secondary_tiers"
+            )
+    if config.ec_transfer_config is not None and config.ec_transfer_config.ec_connector is not None:
+        yield (
+            f"{config.ec_transfer_config.ec_connector} keeps what encoders with older weights have computed "
+            "(--ec-transfer-config); start it without"
+        )
+
+
+def _keepers(transfer: KVTransferConfig) -> Iterator[str]:
+    """Names of the connectors that keep entries and cannot be emptied. vLLM counts their reset as a success."""
+    connector, more = KVConnectorFactory.get_connector_class(transfer), transfer.kv_connector_extra_config
+    if issubclass(connector, MultiConnector):
+        for one in more["connectors"]:
+            yield from _keepers(KVTransferConfig(**{"engine_id": transfer.engine_id, **one}))
+        return
+    can_be_emptied = connector.reset_cache is not KVConnectorBase_V1.reset_cache
+    if transfer.kv_connector == "OffloadingConnector":
+        can_be_emptied = more.get("spec_name", "CPUOffloadingSpec") in _OFFLOADS and not more.get("secondary_tiers")
+    if not can_be_emptied and transfer.kv_connector not in _KEEP_NOTHING:
+        yield str(transfer.kv_connector)
 
 
 def check_derivations(model: nn.Module) -> None:

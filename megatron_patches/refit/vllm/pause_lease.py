@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME
+from megatron_patches.refit.control.lease import EMPTY_CACHES, EMPTY_ENCODER_CACHES, RESUME
 from megatron_patches.refit.control.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.vllm.asgi import App, Message, Receive, Send, answer, read_body
 
@@ -124,16 +124,17 @@ class PauseLease:
             return
         if not await self._emptied(scope):
             logger.error(
-                "refit: this server stays paused: its prefix cache may be of older weights, and could not be emptied; "
-                "POST /%s, then /%s",
+                "refit: this server stays paused: its caches may be of older weights, and could not be emptied; "
+                "POST /%s and /%s, then /%s",
                 EMPTY_CACHES,
+                EMPTY_ENCODER_CACHES,
                 RESUME,
             )
             return
         if await self._post(scope, RESUME) is None:
             logger.error("refit: this server stays paused: POST /%s", RESUME)
             return
-        logger.warning("refit: this server goes on, its prefix cache emptied")
+        logger.warning("refit: this server goes on, its caches emptied")
 
     async def _emptied(self, scope: Message) -> bool:
         clock = asyncio.get_running_loop().time
@@ -142,7 +143,7 @@ class PauseLease:
             if clock() > deadline:
                 return False
             await asyncio.sleep(_RETRY_S)
-        return True
+        return await self._post(scope, EMPTY_ENCODER_CACHES) is not None  # only now, as no request uses them any more
 
     async def _post(self, scope: Message, route: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Sends a request to the server itself. Returns the answer; None if it is an error."""

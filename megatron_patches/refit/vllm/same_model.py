@@ -57,18 +57,22 @@ _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 def check_same_model(trainer: Mapping[str, Any], engine: Any, model: str = "") -> None:
     """Compares the ``config.json`` that the trainer would write with the configuration that the engine runs.
 
+    Of a model of texts and images, only the part for texts is compared.
+
     Args:
         trainer: content of ``config.json``.
-        engine: the engine's configuration, an object of transformers.
+        engine: the engine's configuration for texts, an object of transformers.
         model: class name of the engine's model: one class may serve several architectures.
 
     Raises:
         ModelMismatchError: with every setting that differs and both values.
     """
+    architectures = trainer.get("architectures")
+    trainer = trainer.get("text_config", trainer)
     meant = _with_plain_names(type(engine).from_dict(dict(trainer)).to_dict())
     running = _with_plain_names(engine.to_dict())
     names = [name for name in (*trainer, *_ROTARY) if name in meant and name in running and name not in _MAY_DIFFER]
-    differing = list(_architectures(trainer, running, model))
+    differing = list(_architectures(architectures, running, model))
     differing += [
         f"{name} is {meant[name]!r} in the trainer and {running[name]!r} in the engine"
         for name in dict.fromkeys(names)
@@ -92,9 +96,9 @@ def check_same_model(trainer: Mapping[str, Any], engine: Any, model: str = "") -
         )
 
 
-def _architectures(trainer: Mapping[str, Any], running: Mapping[str, Any], model: str) -> Iterator[str]:
+def _architectures(meant: Sequence[str] | None, running: Mapping[str, Any], model: str) -> Iterator[str]:
     """A clause if the engine runs another architecture. Many have Llama's tensors but compute other answers."""
-    meant, found = trainer.get("architectures"), running.get("architectures")
+    found = running.get("architectures")
     if meant and found and model not in meant and not set(meant) & set(found):
         yield f"architectures is {list(meant)!r} in the trainer and {list(found)!r} in the engine"
 

@@ -17,7 +17,7 @@ from megatron_patches.refit.trainer import coordinator as coordinators
 from megatron_patches.refit.trainer import roster
 from megatron_patches.refit.trainer.coordinator import Coordinator
 from megatron_patches.refit.trainer.engine_control import EngineControl
-from megatron_patches.refit.trainer.push_options import OnEngineFailure
+from megatron_patches.refit.trainer.push_options import Fate, OnEngineFailure
 from megatron_patches.refit.trainer.push_orders import Newcomer
 from megatron_patches.refit.trainer.roster import Roster
 from megatron_patches.refit.trainer.session import RefitOptions
@@ -107,9 +107,12 @@ def test_another_client_of_an_engine_joins_once_the_first_one_has_left() -> None
         coordinator.attach(second)
         leaving = coordinator.orders()
         assert (leaving.ended, leaving.new, leaving.taking) == ([0], [], [])
+        assert leaving.fates["one"].fate is Fate.JOINING
         coordinator.control(0).close()
         coordinator.forget(0)
         del subscribed[0]
+        coordinator.resume()
+        assert not coordinator.control(1).unreachable  # it has begun to join before the next push
         joining = coordinator.orders()
         subscribed |= {one.number: Open(one.name) for one in joining.new}
         assert [one.number for one in joining.new] == [1]

@@ -14,7 +14,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import ECTransferConfig, KVTransferConfig, VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.device_allocator import AllocationData
 from vllm.device_allocator.cumem import CuMemAllocator
@@ -105,6 +105,59 @@ def test_an_option_that_keeps_weights_elsewhere_is_refused(path: str, value: obj
     object.__setattr__(owner, name, value)  # past vLLM's own checks, some of which need a GPU
     with pytest.raises(UnsupportedEngineError, match=f"^weights cannot be pushed into this engine: .*{message}"):
         check_options(config)
+
+
+def keeping(connector: str, more: dict[str, object]) -> VllmConfig:
+    """Of an engine with a KV connector."""
+    return VllmConfig(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=connector, kv_role="kv_both", kv_connector_extra_config={**more}
+        )
+    )
+
+
+EXAMPLE, OFFLOADING = (
+    {"kv_connector": name, "kv_role": "kv_both"} for name in ("ExampleConnector", "OffloadingConnector")
+)
+TIERED = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}
+
+
+@pytest.mark.parametrize(
+    ("connector", "more"),
+    [
+        ("ExampleConnector", {}),
+        ("OffloadingConnector", TIERED),
+        ("OffloadingConnector", {"spec_name": "Mine", "spec_module_path": "mine"}),
+        ("MultiConnector", {"connectors": [OFFLOADING, EXAMPLE]}),
+        ("MultiConnector", {"connectors": [{**OFFLOADING, "kv_connector_extra_config": TIERED}]}),
+    ],
+)
+def test_a_connector_that_keeps_entries_of_older_weights_is_refused(connector: str, more: dict[str, object]) -> None:
+    message = (
+        r"(Example|Offloading)Connector keeps KV cache entries of older weights .*--kv-transfer-config.*; start it"
+    )
+    with pytest.raises(UnsupportedEngineError, match=f"^weights cannot be pushed into this engine: {message}"):
+        check_options(keeping(connector, more))
+
+
+def test_a_connector_of_encoders_is_refused() -> None:
+    connector = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
+    check_options(VllmConfig(ec_transfer_config=ECTransferConfig()))
+    with pytest.raises(UnsupportedEngineError, match=r"ECExampleConnector keeps what encoders .*--ec-transfer-config"):
+        check_options(VllmConfig(ec_transfer_config=connector))
+
+
+@pytest.mark.parametrize(
+    ("connector", "more"),
+    [
+        ("OffloadingConnector", {}),
+        ("OffloadingConnector", {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}),
+        ("MultiConnector", {"connectors": [OFFLOADING, OFFLOADING]}),
+        ("DecodeBenchConnector", {}),
+    ],
+)
+def test_a_connector_that_can_be_emptied_or_keeps_nothing_is_taken(connector: str, more: dict[str, object]) -> None:
+    check_options(keeping(connector, more))
 
 
 @pytest.mark.skipif(VLLM == "0.26.0", reason="vLLM 0.26.0 does not do it")

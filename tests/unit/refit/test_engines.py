@@ -312,7 +312,7 @@ class _Llm:
 
     def __init__(self, *, cache_is_used: bool = False) -> None:
         self.calls: list[str] = []
-        self.llm_engine: Any = None
+        self.llm_engine: Any = SimpleNamespace(reset_encoder_cache=lambda: self.calls.append("empty encoders'"))
         self.cache_is_used = cache_is_used
 
     def init_weight_transfer_engine(self, request: dict[str, dict[str, object]]) -> None:
@@ -411,7 +411,10 @@ def test_a_session_about_an_adapter_does_not_change_how_long_weights_are_waited_
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [(PauseMode.WAIT, ["commit", "empty"]), (PauseMode.KEEP, ["empty", "commit"])],
+    [
+        (PauseMode.WAIT, ["commit", "empty", "empty encoders'"]),
+        (PauseMode.KEEP, ["empty", "empty encoders'", "commit"]),
+    ],
 )
 def test_nothing_in_a_cache_of_this_process_outlives_its_weights(mode: PauseMode, expected: list[str]) -> None:
     llm = _Llm()

@@ -24,7 +24,7 @@ import uvicorn
 
 from megatron_patches.refit.control.credentials import Credentials
 from megatron_patches.refit.control.http_calls import HttpCalls
-from megatron_patches.refit.control.lease import EMPTY_CACHES, RESUME, ROUTE
+from megatron_patches.refit.control.lease import EMPTY_CACHES, EMPTY_ENCODER_CACHES, RESUME, ROUTE
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.trainer import engines
 from megatron_patches.refit.trainer.engine_client import PauseMode
@@ -36,7 +36,7 @@ from tests.support.launch import RanksFailedError, run_distributed
 TOKEN, ANOTHER = "1" * 64, "2" * 64
 LEASE_S = 1.5
 SLEEP = "sleep?level=0&mode=wait"
-HELP = ["leave", EMPTY_CACHES, RESUME]
+HELP = ["leave", EMPTY_CACHES, EMPTY_ENCODER_CACHES, RESUME]
 
 
 class Server:
@@ -171,7 +171,7 @@ def commit_and_hang(rank: int, world_size: int, url: str, note: str) -> str:
 def test_a_trainer_that_dies_leaves_no_server_paused(pause: PauseMode, asked: str, server: Server) -> None:
     with pytest.raises(RanksFailedError):
         run_distributed(commit_and_die, 1, None, args=(server.url, pause), fresh=True)
-    assert settled(server, 5) == [asked, "commit", *HELP]
+    assert settled(server, 6) == [asked, "commit", *HELP]
 
 
 def test_a_trainer_that_hangs_leaves_no_server_paused_and_cannot_pause_it_when_it_goes_on(
@@ -185,18 +185,18 @@ def test_a_trainer_that_hangs_leaves_no_server_paused_and_cannot_pause_it_when_i
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert settled(server, 5) == [SLEEP, "commit", *HELP]
+    assert settled(server, 6) == [SLEEP, "commit", *HELP]
     os.kill(int(note.read_text(encoding="utf-8")), signal.SIGCONT)
     thread.join(60)
     assert "answered 410: " in told[0]
     assert "was not heard of for 1.5 s while it had this server paused" in told[0]
-    assert settled(server, 6) == [SLEEP, "commit", *HELP, RESUME]
+    assert settled(server, 7) == [SLEEP, "commit", *HELP, RESUME]
     assert "not heard of for 1.5 s while it had this server paused; its session ends, and the server g" in caplog.text
     # Once they have met again, there is another session.
     engine = joined(server, ANOTHER)
     engine.pause(PauseMode.KEEP)
     engine.resume(reset_cache=False)
-    assert settled(server, 8)[6:] == ["pause?mode=keep", RESUME]
+    assert settled(server, 9)[7:] == ["pause?mode=keep", RESUME]
 
 
 @pytest.mark.slow
@@ -206,12 +206,12 @@ def test_a_trainer_that_is_heard_of_may_take_its_time(server: Server) -> None:
     time.sleep(2 * LEASE_S)
     engine.resume(reset_cache=True)
     time.sleep(2 * LEASE_S)
-    assert settled(server, 3) == [SLEEP, EMPTY_CACHES, RESUME]
+    assert settled(server, 4) == [SLEEP, EMPTY_CACHES, EMPTY_ENCODER_CACHES, RESUME]
     for _ in range(2):
         engine.pause(PauseMode.ABORT)
         engine.resume(reset_cache=False)
     time.sleep(2 * LEASE_S)
-    assert settled(server, 7)[3:] == ["sleep?level=0&mode=abort", RESUME] * 2
+    assert settled(server, 8)[4:] == ["sleep?level=0&mode=abort", RESUME] * 2
 
 
 def test_a_server_whose_weights_are_not_back_stays_paused(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,7 +228,7 @@ def test_a_cache_that_is_still_used_is_emptied_before_the_server_goes_on(server:
     engine = joined(server)
     engine.pause(PauseMode.WAIT)
     engine.close()
-    assert settled(server, 6) == [SLEEP, "leave", EMPTY_CACHES, EMPTY_CACHES, EMPTY_CACHES, RESUME]
+    assert settled(server, 7) == [SLEEP, "leave", *[EMPTY_CACHES] * 3, EMPTY_ENCODER_CACHES, RESUME]
 
 
 def test_a_server_with_a_cache_of_older_weights_stays_paused(
@@ -244,7 +244,7 @@ def test_a_server_with_a_cache_of_older_weights_stays_paused(
     time.sleep(LEASE_S + 1)
     assert "leave" in server.asked
     assert RESUME not in server.asked
-    assert "stays paused: its prefix cache may be of older weights" in caplog.text
+    assert "stays paused: its caches may be of older weights" in caplog.text
 
 
 def test_a_server_that_cannot_be_paused_is_resumed_at_once(server: Server) -> None:
@@ -264,7 +264,7 @@ def test_a_server_that_did_not_do_what_it_was_told_helps_itself(what: str, serve
     with pytest.raises(RefitError, match="answered 500"):
         engine.resume(reset_cache=False) if what == RESUME else engine.call({"call": "abandon"})
     server.refused = ""
-    assert settled(server, 5) == ["pause?mode=keep", what, *HELP]
+    assert settled(server, 6) == ["pause?mode=keep", what, *HELP]
 
 
 def test_closing_waits_for_no_server_that_has_died_while_it_was_paused(server: Server) -> None:
@@ -313,7 +313,7 @@ def test_a_second_session_takes_the_lease_over(server: Server) -> None:
     second.pause(PauseMode.WAIT)
     second.close()
     first.close()
-    assert settled(server, 5) == [SLEEP, SLEEP, *HELP]
+    assert settled(server, 6) == [SLEEP, SLEEP, *HELP]
 
 
 def test_a_server_that_helps_itself_ends_no_pause_of_another_trainer(server: Server) -> None:
@@ -323,7 +323,7 @@ def test_a_server_that_helps_itself_ends_no_pause_of_another_trainer(server: Ser
     first.close()
     assert "leave" in settled(server, 2)
     second.pause(PauseMode.WAIT)
-    assert [what for what in settled(server, 25) if what != EMPTY_CACHES] == [SLEEP, "leave", RESUME, SLEEP]
+    assert [what for what in settled(server, 26) if not what.startswith("reset_")] == [*(SLEEP, "leave", RESUME, SLEEP)]
     second.resume(reset_cache=False)
 
 
@@ -335,7 +335,7 @@ def test_a_trainer_ends_no_pause_of_the_one_that_came_after_it(server: Server) -
         first.resume(reset_cache=False)
     assert settled(server, 2) == [SLEEP, SLEEP]
     second.resume(reset_cache=False)
-    assert settled(server, 3) == [SLEEP, SLEEP, RESUME]
+    assert settled(server, 4) == [SLEEP, SLEEP, RESUME]
 
 
 @pytest.mark.parametrize(
@@ -394,5 +394,6 @@ def test_other_middleware_sees_what_the_server_asks_itself() -> None:
     assert seen == [
         ("/x/init_weight_transfer_engine", b""),
         ("/x/reset_prefix_cache", b"reset_running_requests=true&reset_external=true"),
+        ("/x/reset_encoder_cache", b""),
         ("/x/wake_up", b"tags=scheduling"),
     ]

@@ -9,6 +9,7 @@ from transformers import (
     LlamaConfig,
     NemotronHConfig,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen3Config,
 )
 
@@ -58,6 +59,18 @@ def test_a_window_of_all_layers_is_refused_whatever_their_types(kind: type[Pretr
         engine.sliding_window = 16
         with pytest.raises(ModelMismatchError, match="sliding_window is 16 in the engine, which the trainer's model"):
             check_same_model(TRAINER | more, engine)
+
+
+def test_of_a_model_of_images_what_is_compared_is_its_part_for_texts() -> None:
+    texts = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+    model = Qwen2_5_VLConfig(text_config=texts, architectures=["Qwen2_5_VLForConditionalGeneration"])
+    trainer, name = model.to_dict(), "Qwen2_5_VLForConditionalGeneration"
+    check_same_model(trainer, model.get_text_config(), name)
+    model.text_config.rms_norm_eps = 1e-3
+    with pytest.raises(
+        ModelMismatchError, match=r"^rms_norm_eps is 1e-05 in the trainer and 0\.001 in the engine; start"
+    ):
+        check_same_model(trainer, model.get_text_config(), name)
 
 
 def test_an_architecture_with_the_same_tensors_and_other_answers_is_refused() -> None:
