@@ -21,7 +21,8 @@ TIMEOUT_S = 15
 GROUP_TIMEOUT_MIN = 1
 MARGIN_S = 30.0
 OVERDUE = r"(reduce-scatter|all-gather|the publication|the end) of .* did not finish within 15 s: a peer has"
-# Ranks that share a GPU talk over sockets, and NCCL learns at once that the other end is closed.
+# Ranks that share a GPU talk over sockets, and NCCL learns at once that the other end is closed. The main thread says
+# so, unless it stands in a call of CUDA until our watchdog ends the process.
 CLOSED = r"EtpCommunicationError: (reduce-scatter|all-gather) of .* failed on rank 0 .*remote process exited"
 
 
@@ -50,5 +51,5 @@ def test_the_peer_of_a_lost_rank_says_what_it_waited_for(
         status = ranks[SURVIVOR].wait(timeout=TIMEOUT_S + MARGIN_S)
     output = (tmp_path / f"rank{SURVIVOR}.txt").read_text()
     assert status != 0, output
-    expected = CLOSED if transport == "c10d" and gpus < 2 else OVERDUE
+    expected = f"{CLOSED}|{OVERDUE}" if transport == "c10d" and gpus < 2 else OVERDUE
     assert re.search(expected, output), output

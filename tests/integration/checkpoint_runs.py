@@ -185,6 +185,8 @@ def finalize_on_a_full_disk(rank: int, world_size: int, folder: str) -> list[str
         for function in request.finalize_fns:
             function()
 
+    # A training has communicated by then. NCCL's first call writes files in /dev/shm, which the limit would stop.
+    dist.barrier()
     for text, most_bytes in (("100", 2), ("12", 100)):
         request = AsyncRequest(None, (), [functools.partial(note, text)] if rank == 0 else [])
         try:
