@@ -15,7 +15,6 @@ from torch.optim.optimizer import ParamsT, _to_scalar
 from etp.errors import PeerMismatchError
 from etp.matrices import MatrixPlan, on_owners
 from etp.param import ETPShardedParam
-from etp.scalars import gathered
 from etp.shard_grad import plain
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -274,7 +273,8 @@ def _agreed_plan(shards: Sequence[ETPShardedParam]) -> MatrixPlan:
     names = [f"{shard.fqn} {shard.layout.shape}" for shard in shards]
     digest = hashlib.sha256("\n".join(names).encode()).digest()
     own = torch.tensor([len(names), int.from_bytes(digest[:7])], dtype=torch.int64, device=shards[0].device)
-    everyone = gathered(shards[0].driver.routes, own, group, "all-gather of the matrices that have gradients").tolist()
+    label = "all-gather of the matrices that have gradients"
+    everyone = shards[0].driver.routes.gather_numbers(own, group, label).tolist()
     if any(each != everyone[0] for each in everyone):
         counts = {rank: each[0] for rank, each in zip(dist.get_process_group_ranks(group), everyone, strict=True)}
         raise PeerMismatchError(

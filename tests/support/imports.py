@@ -43,7 +43,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "versions",
             "traffic",
             "routes",
-            "scalars",
             "matrices",
             "shard_grad",
             "functional",
