@@ -23,7 +23,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "cache",
             "streams",
             "digest",
-            "copies",
             "te",
             "refusals",
             "allowed",
