@@ -111,18 +111,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-def owned_grad(owner: Shard, reference: Callable[[], Shard | None]) -> ShardGrad | None:
-    """``owner.grad`` as a :class:`ShardGrad`, converted in place if needed; reading it again returns the same object.
-
-    Args:
-        owner: the parameter.
-        reference: a weak reference to it.
-    """
+def owned_grad(owner: Shard) -> ShardGrad | None:
+    """``owner.grad`` as a :class:`ShardGrad`, converted in place if needed; the same object each time."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = read_grad(owner)
         if grad is None or (isinstance(grad, ShardGrad) and grad.belongs_to(owner)):
             return grad
-        made = ShardGrad.of(grad, reference)
+        made = ShardGrad.of(grad, owner._reference)
         write_grad(owner, made)
         return made
 
