@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from etp.collectives.works import gather_objects
-from etp.copies import PartIndex, differing_copies
+from etp.digest import PartIndex, differing_copies
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.layout import ShardLayout
 from etp.optimizers import CUTS

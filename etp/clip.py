@@ -10,7 +10,6 @@ from torch import nn
 
 from etp.errors import PeerMismatchError
 from etp.param import ETPShardedParam
-from etp.scalars import gathered
 
 # Totals that should agree may differ by rounding, because ranks sum in different orders.
 _SAME = 1e-5
@@ -78,7 +77,7 @@ def _check_peers_agree(total: torch.Tensor, shards: list[ETPShardedParam]) -> No
         return
     for ranks, shard in by_ranks.items():
         own = total.to(shard.device, torch.float64).view(1)
-        totals = gathered(shard.driver.routes, own, shard.group, "all-gather of total norms").view(-1)
+        totals = shard.driver.routes.gather_numbers(own, shard.group, "all-gather of total norms").view(-1)
         if not torch.allclose(totals, totals[0].expand_as(totals), rtol=_SAME, atol=0.0, equal_nan=True):
             raise PeerMismatchError(
                 f"clip_grad_norm_: ranks {list(ranks)} share {shard.fqn} but have total norms {totals.tolist()}, so "

@@ -148,7 +148,7 @@ class WeightGroup:
         self._spec_of = local = self.local_shards()
         shape, count = self.layout.padded_shape, len(local)
         if self.format is not None:
-            return BufferSpec(self.format.gathered_shape(self.layout), self.format.dtype, local.device, count)
+            return BufferSpec(self.format.gathered_shape(self.layout), torch.uint8, local.device, count)
         # The longest run decides the order: Megatron may spread a layer over two buckets.
         longest = max(local.runs, key=lambda run: run.count)
         return BufferSpec(shape, local.dtype, local.device, count, descending=longest.stride < 0)

@@ -8,6 +8,7 @@ Training" (2025), gather each matrix in the same way, but compute it on all rank
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives.works import free_bytes
+from etp.errors import PeerMismatchError
 from etp.layout import ShardLayout
 from etp.routes import Routes
+from etp.shard import Shard
 
 # Most elements of whole matrices that a rank holds at a time, unless one matrix is larger: 64 MiB of bf16, enough for a
 # collective to run at full speed.
@@ -137,3 +140,85 @@ def _all_to_all(
     exchange = partial(dist.all_to_all_single, received, sent, received_sizes, sizes, group=group, async_op=on_cpu)
     routes.wait_for(exchange, group, label, on_cpu)
     return received
+
+
+class MatrixExchange:
+    """Sends sharded matrices that are stepped together to their owners and back."""
+
+    def __init__(self) -> None:
+        # The latest of each process group, because the same matrices have gradients in most steps.
+        self._latest: dict[dist.ProcessGroup, _Matrices] = {}
+
+    def run(
+        self,
+        shards: Sequence[Shard],
+        send: Callable[[int], torch.Tensor],
+        compute: Callable[[int, torch.Tensor], torch.Tensor],
+        receive: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """:func:`on_owners` for the matrices of these shards, whose indices are theirs. Collective.
+
+        Args:
+            shards: of matrices of one process group, cut into more than one shard, in the same order on all ranks.
+            send: as for :func:`on_owners`.
+            compute: likewise.
+            receive: likewise.
+
+        Raises:
+            PeerMismatchError: if the ranks would step different ones; on GPUs, on the ranks whose matrices are others
+                than in their step before. The others wait for these until their timeout.
+        """
+        group, routes = shards[0].group, shards[0].driver.routes
+        matrices = known = self._latest.get(group)
+        if matrices is None or not matrices.are_of(shards):
+            matrices = _Matrices.of(shards)
+        # In every step, because a rank does not know whether its peers have others than before. On GPUs the host waits
+        # for the answer only where it must have changed.
+        label = "all-gather of the matrices that have gradients"
+        everyone = routes.gather_numbers(matrices.digest, group, label)
+        if matrices is not known or everyone.device.type == "cpu":
+            _require_equal(everyone.tolist(), shards)
+        self._latest[group] = matrices
+        on_owners(routes, matrices.plan, group, send, compute, receive)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """The matrices of a step.
+
+    Attributes:
+        shards: their shards, so that no other parameter can take the place of one.
+        plan: where they are computed.
+        digest: their number, and a digest of their names and shapes; int64.
+    """
+
+    shards: list[Shard]
+    plan: MatrixPlan
+    digest: torch.Tensor
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> Self:
+        names = "\n".join(map(_described, shards))
+        numbers = len(shards), int.from_bytes(hashlib.sha256(names.encode()).digest()[:7])
+        digest = torch.tensor(numbers, dtype=torch.int64, device=shards[0].device)
+        return cls(list(shards), MatrixPlan.balanced([shard.layout for shard in shards]), digest)
+
+    def are_of(self, shards: Sequence[Shard]) -> bool:
+        """Whether they are the matrices of ``shards``, on the same device."""
+        return [*map(id, self.shards)] == [*map(id, shards)] and self.digest.device == shards[0].device
+
+
+def _described(shard: Shard) -> str:
+    return f"{shard.fqn} {shard.layout.shape}"
+
+
+def _require_equal(digests: list[list[int]], shards: Sequence[Shard]) -> None:
+    """Raise PeerMismatchError unless the ranks' digests of their matrices are equal."""
+    if any(each != digests[0] for each in digests):
+        ranks = dist.get_process_group_ranks(shards[0].group)
+        counts = {rank: each[0] for rank, each in zip(ranks, digests, strict=True)}
+        raise PeerMismatchError(
+            "Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
+            f"by rank, their numbers are {counts}, and rank {dist.get_rank()} begins with {_described(shards[0])}. "
+            "Give all ranks the same parameters, and clear gradients on all of them or on none"
+        )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch.distributed as dist
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import ParamsT, _to_scalar
 
-from etp.errors import PeerMismatchError
-from etp.matrices import MatrixPlan, on_owners
+from etp.matrices import MatrixExchange
 from etp.param import ETPShardedParam
-from etp.scalars import gathered
 from etp.shard_grad import plain
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -126,7 +123,8 @@ class Muon(torch.optim.Optimizer):
             what ``closure`` returned.
 
         Raises:
-            PeerMismatchError: if the ranks of a shard group have gradients of different parameters.
+            PeerMismatchError: if the ranks of a shard group have gradients of different parameters; on GPUs, on those
+                that had gradients of others in the step before, for which the rest wait until their timeout.
             ValueError: if a gradient is sparse.
         """
         loss = None
@@ -233,53 +231,3 @@ def _step_alone(update: _Update) -> None:
     for matrix in matrices:
         matrix.copy_(update.options.orthogonalized(matrix))
     update.apply(found)
-
-
-class MatrixExchange:
-    """Sends sharded matrices that are stepped together to their owners and back."""
-
-    def __init__(self) -> None:
-        # Of the latest step of each process group, because the same matrices have gradients in most steps. With the
-        # shards, so that no other parameter can take the place of one.
-        self._latest: dict[dist.ProcessGroup, tuple[list[ETPShardedParam], MatrixPlan]] = {}
-
-    def run(
-        self,
-        shards: Sequence[ETPShardedParam],
-        send: Callable[[int], torch.Tensor],
-        compute: Callable[[int, torch.Tensor], torch.Tensor],
-        receive: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """See :func:`etp.matrices.on_owners`. Indices are those of the shards. Collective.
-
-        Args:
-            shards: of matrices of one process group, cut into more than one shard, in the same order on all ranks.
-            send: see :func:`etp.matrices.on_owners`.
-            compute: see :func:`etp.matrices.on_owners`.
-            receive: see :func:`etp.matrices.on_owners`.
-
-        Raises:
-            PeerMismatchError: if the ranks would step different ones.
-        """
-        group = shards[0].group
-        known = self._latest.get(group)
-        if known is None or [*map(id, known[0])] != [*map(id, shards)]:
-            known = self._latest[group] = list(shards), _agreed_plan(shards)
-        on_owners(shards[0].driver.routes, known[1], group, send, compute, receive)
-
-
-def _agreed_plan(shards: Sequence[ETPShardedParam]) -> MatrixPlan:
-    """The plan of these matrices; PeerMismatchError if other ranks would step others. Collective."""
-    group = shards[0].group
-    names = [f"{shard.fqn} {shard.layout.shape}" for shard in shards]
-    digest = hashlib.sha256("\n".join(names).encode()).digest()
-    own = torch.tensor([len(names), int.from_bytes(digest[:7])], dtype=torch.int64, device=shards[0].device)
-    everyone = gathered(shards[0].driver.routes, own, group, "all-gather of the matrices that have gradients").tolist()
-    if any(each != everyone[0] for each in everyone):
-        counts = {rank: each[0] for rank, each in zip(dist.get_process_group_ranks(group), everyone, strict=True)}
-        raise PeerMismatchError(
-            "Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
-            f"by rank, their numbers are {counts}, and rank {dist.get_rank()} begins with {names[0]}. Give all "
-            "ranks the same parameters, and clear gradients on all of them or on none"
-        )
-    return MatrixPlan.balanced([shard.layout for shard in shards])

@@ -78,7 +78,7 @@ class ETPShardedParam(Shard):
     def grad(self) -> torch.Tensor | None:
         """The gradient of the shard, a :class:`etp.shard_grad.ShardGrad`."""
         if torch._C._is_torch_function_enabled():
-            return owned_grad(self, self._reference)
+            return owned_grad(self)
         return read_grad(self)
 
     @grad.setter
@@ -275,19 +275,12 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any], shard: ETPSh
     """The result of a function of plain tensors. ``shard`` is one of the arguments, if any is not inside a list."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            return call_with_counted(func, args, kwargs, _times)
+            return call_with_counted(func, args, kwargs)
         except RuntimeError as error:
             operands = (*args, *kwargs.values())
             if shard is None or not meet_whole_weight(operands, shard):
                 raise
             raise EtpStateError(_refusal(func, operands)) from error
-
-
-def _times(value: torch.Tensor) -> int:
-    """Factor for the gradient of ``value`` in a term of the loss: 1 unless it is a shard whose gradient is summed."""
-    if not isinstance(value, ETPShardedParam) or not value.has_driver or not value.driver.sums_gradients:
-        return 1
-    return value._layout.num_shards
 
 
 def cut_shard(weight: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Tensor:

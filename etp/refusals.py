@@ -1,9 +1,9 @@
-"""Messages for functions that a shard refuses, and a base class of tensors that distributed checkpoints cannot save."""
+"""Functions that a shard refuses, and the messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,27 +94,3 @@ def meet_whole_weight(operands: Iterable[Any], shard: Any) -> bool:
     if shape == shard.layout.shard_shape:
         return False
     return any(isinstance(operand, torch.Tensor) and tuple(operand.shape) == shape for operand in operands)
-
-
-class OneOfMany:
-    """A tensor that differs between ranks under the same name; ``torch.distributed.checkpoint`` would keep only one.
-
-    The checkpoint calls the two methods to plan what to write and read.
-    """
-
-    shape: torch.Size
-
-    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
-        """Raise TypeError."""
-        del value
-        raise TypeError(self._told(fqn))
-
-    def __create_chunk_list__(self) -> NoReturn:
-        """Raise TypeError."""
-        raise TypeError(self._told(f"a tensor of shape {tuple(self.shape)}"))
-
-    def _told(self, what: str) -> str:
-        return (
-            f"{what} is this rank's shard, and torch.distributed.checkpoint would take the ranks' shards for copies "
-            "and keep one: pass it etp.ShardedCheckpoint(module, optimizer) instead of their state dicts"
-        )

@@ -14,7 +14,7 @@ from torch import nn
 from etp.collectives import select_transport
 from etp.collectives.base import Route, Transport
 from etp.collectives.order import ORDER_LABEL
-from etp.collectives.works import WorkLine, reported, start_on_cpu
+from etp.collectives.works import WorkLine, gather_numbers, reported, start_on_cpu
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.mode import Mode
@@ -139,6 +139,14 @@ class Routes:
         transport = self.transports.get(process_group)
         if transport is not None and transport.watchdog is not None:
             transport.watchdog.expect_stream(label)
+
+    def gather_numbers(self, numbers: torch.Tensor, process_group: dist.ProcessGroup, label: str) -> torch.Tensor:
+        """All-gather a few numbers, ``[n]``, into ``[ranks, n]``, and watch that this ends in time. Collective."""
+        everyone = gather_numbers(numbers, process_group, self._line, self._config.timeout_s, label)
+        transport = self.transports.get(process_group)
+        if transport is not None:
+            transport.watch(label)
+        return everyone
 
     def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
         """Agree on a name, so that ranks that use different modules with equal names are detected. Collective."""

@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from etp.errors import EtpStateError
 from etp.layout import ShardLayout
-from etp.refusals import OneOfMany
-from etp.shard_copy import Cut
+from etp.shard_copy import Cut, OneOfMany
 
 if TYPE_CHECKING:
     from etp.group import WeightGroup

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
 from torch._guards import TracingContext
 
 from etp.errors import EtpStateError
-from etp.refusals import BY_ROW, INITIALISERS, OneOfMany, chooses_rows, named_functions
+from etp.refusals import BY_ROW, INITIALISERS, chooses_rows, named_functions
 
 type Cut = tuple[int, int, int]
 """The shard's index, the number of shards, and the rows of the weight."""
@@ -51,6 +51,30 @@ def refuse_writers(func: Any, cut: Cut | None) -> None:
             "save_pretrained(folder, state_dict=...). For torch.distributed.checkpoint, also async_save, pass it "
             "etp.ShardedCheckpoint(module, optimizer). torch.save keeps which shard it is, and param.local_shard() is "
             "a plain tensor of this rank's rows"
+        )
+
+
+class OneOfMany:
+    """A tensor that differs between ranks under the same name; ``torch.distributed.checkpoint`` would keep only one.
+
+    The checkpoint calls the two methods to plan what to write and read.
+    """
+
+    shape: torch.Size
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """Raise TypeError."""
+        del value
+        raise TypeError(self._told(fqn))
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Raise TypeError."""
+        raise TypeError(self._told(f"a tensor of shape {tuple(self.shape)}"))
+
+    def _told(self, what: str) -> str:
+        return (
+            f"{what} is this rank's shard, and torch.distributed.checkpoint would take the ranks' shards for copies "
+            "and keep one: pass it etp.ShardedCheckpoint(module, optimizer) instead of their state dicts"
         )
 
 

@@ -22,18 +22,19 @@ norms of a gradient and of its weight, and both must be of the same part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 
-from etp import scalars
 from etp.allowed import COMPUTES, changes_in_place, is_refused
 from etp.errors import EtpStateError
 from etp.refusals import BY_ROW, refuse_rows
 from etp.shard import Shard, read_grad, write_grad
 
 if TYPE_CHECKING:
+    from etp.routes import Routes
     from etp.runtime import EtpRuntime
 
 
@@ -110,18 +111,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-def owned_grad(owner: Shard, reference: Callable[[], Shard | None]) -> ShardGrad | None:
-    """``owner.grad`` as a :class:`ShardGrad`, converted in place if needed; reading it again returns the same object.
-
-    Args:
-        owner: the parameter.
-        reference: a weak reference to it.
-    """
+def owned_grad(owner: Shard) -> ShardGrad | None:
+    """``owner.grad`` as a :class:`ShardGrad`, converted in place if needed; the same object each time."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = read_grad(owner)
         if grad is None or (isinstance(grad, ShardGrad) and grad.belongs_to(owner)):
             return grad
-        made = ShardGrad.of(grad, reference)
+        made = ShardGrad.of(grad, owner._reference)
         write_grad(owner, made)
         return made
 
@@ -154,11 +150,38 @@ def _foreach_norm(
             buckets.setdefault(key, []).append(index)
             parts[index] = tensor.local_part()
     for (driver, process_group, _), indices in buckets.items():
-        whole = scalars.norms(driver.routes, [parts[index] for index in indices], process_group, float(ord))
+        whole = _norms(driver.routes, [parts[index] for index in indices], process_group, float(ord))
         norms.update(
             (index, norm.to(dtype or tensors[index].dtype)) for index, norm in zip(indices, whole, strict=True)
         )
     return [norms[index] for index in range(len(tensors))]
+
+
+def _norms(
+    routes: Routes, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, norm_type: float
+) -> list[torch.Tensor]:
+    """Norms of tensors that are distributed over the ranks of ``group``, equal on all of them. Collective.
+
+    Args:
+        routes: waits for the collective.
+        parts: this rank's part of each tensor, all on one device; without padding, so possibly empty.
+        group: the ranks that hold the parts.
+        norm_type: p of the p-norm; inf and -inf for the largest and the smallest magnitude, 0 for the number of
+            nonzero elements.
+
+    Returns:
+        One 0-dim tensor per part, in fp64 if any part is fp64, else in fp32.
+    """
+    wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    filled = [part for part in parts if part.numel()]
+    found = iter(torch._foreach_norm(filled, norm_type, dtype=wide) if filled else ())
+    # The neutral element for an empty part: 0 for sums and maxima, inf for minima.
+    nothing = parts[0].new_full((), 0.0 if norm_type >= 0 else float("inf"), dtype=wide)
+    own = torch.stack([next(found) if part.numel() else nothing for part in parts])
+    everyone = routes.gather_numbers(own, group, "all-gather of gradient norms")
+    if norm_type == 0:
+        return list(everyone.sum(dim=0).unbind())
+    return list(torch.linalg.vector_norm(everyone, norm_type, dim=0).unbind())
 
 
 def _vector_norm(
@@ -188,9 +211,13 @@ def _check_and_unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, i
         owner.driver.reductions.require_complete(owner.weight_group)
     with torch._C.DisableTorchFunctionSubclass():
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
-    # Over all groups, whichever weights overflowed: experts in their own group must not skip a step alone.
+    # Over all groups, whichever weights overflowed: experts in their own group must not skip a step alone. The flag of
+    # one group reaches those after it.
     for driver in dict.fromkeys(owner.driver for owner in owners):
-        scalars.spread(driver.routes, found_inf, driver.process_groups)
+        for group in driver.process_groups:
+            spread = partial(dist.all_reduce, found_inf, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            on_cpu = found_inf.device.type == "cpu"
+            driver.routes.wait_for(spread, group, "all-reduce of the overflow flag", on_cpu)
 
 
 def _zero(grad: torch.Tensor) -> torch.Tensor:

@@ -35,16 +35,13 @@ class _Counted(torch.autograd.Function):
         return grad * ctx.times, None
 
 
-def call_with_counted(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], times: Callable[[Any], int]
-) -> Any:
-    """Call ``func`` so that the gradient of each shard among its arguments is multiplied by ``times(shard)``.
+def call_with_counted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``func`` so that the gradient of each shard among its arguments, if it is summed, counts once per rank.
 
     Args:
         func: a PyTorch function.
         args: as ``__torch_function__`` gets them; shards may be inside of lists and tuples.
         kwargs: as ``__torch_function__`` gets them.
-        times: the factor for the gradient of a tensor: 1 if it is not a shard.
 
     Returns:
         what ``func`` returns.
@@ -64,13 +61,16 @@ def call_with_counted(
         if isinstance(value, (list, tuple)):
             # Not of its own class: a named tuple is made from several arguments.
             return (list if isinstance(value, list) else tuple)(map(replaced, value))
-        if not isinstance(value, torch.Tensor) or not value.requires_grad or (count := times(value)) == 1:
+        if not isinstance(value, Shard) or not value.requires_grad or not value.has_driver:
+            return value
+        times = value.layout.num_shards if value.driver.sums_gradients else 1
+        if times == 1:
             return value
         recomputing = torch._C._current_graph_task_id() != -1
-        if recomputing and isinstance(value, Shard) and value.used_by_function == -1:
+        if recomputing and value.used_by_function == -1:
             # The function was reentrant checkpointing, which hid this term in the forward pass.
             value.used_by_function = None
-        alias: torch.Tensor = _Counted.apply(value, count)
+        alias: torch.Tensor = _Counted.apply(value, times)
         counted[id(alias)] = value, alias
         return alias
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from emerging_optimizers.utils import fp32_matmul_precision
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-from etp.muon import MatrixExchange
+from etp.matrices import MatrixExchange
 from etp.shard_grad import plain
 from megatron_patches.sharded_weight import MegatronShardedParam
 

@@ -36,8 +36,6 @@ class WeightFormat(ABC):
     """Its name in messages."""
     row_alignment: ClassVar[int]
     """The rows of a shard are a multiple of this, so that a quantized shard is the shard of the quantized weight."""
-    dtype: ClassVar[torch.dtype] = torch.uint8
-    """Dtype of the elements that gathers move."""
     apart: ClassVar[bool] = False
     """Whether rows and columns are gathered separately; see [Note: apart]."""
 
@@ -50,20 +48,20 @@ class WeightFormat(ABC):
         Args:
             shards: this rank's shards of each weight group, all on one device.
             layouts: how the weights of each group are cut.
-            memory: one-dimensional memory for the copies, of as many elements of :attr:`dtype` as :meth:`copied` gives
-                for all shards together; None allocates it.
+            memory: one-dimensional memory for the copies, of as many bytes as :meth:`copied` gives for all shards
+                together; None allocates it.
         """
 
     def gathered_shape(self, layout: ShardLayout) -> tuple[int, ...]:
-        """Shape of the buffer of :attr:`dtype` that a gather of one weight fills."""
+        """Shape of the byte array that a gather of one weight fills."""
         return layout.padded_shape
 
     def copied_parts(self, layout: ShardLayout) -> Sequence[tuple[int, ...]]:
-        """Shapes of the arrays of :attr:`dtype` that the quantized copy of one shard consists of."""
+        """Shapes of the byte arrays that the quantized copy of one shard consists of."""
         return (layout.shard_shape,)
 
     def copied(self, layout: ShardLayout) -> int:
-        """Elements of :attr:`dtype` that the quantized copy of one shard takes."""
+        """Bytes that the quantized copy of one shard takes."""
         return sum(map(math.prod, self.copied_parts(layout)))
 
     def obstacle(self, layout: ShardLayout) -> str:

@@ -43,7 +43,7 @@ class QuantizedShards[F: WeightFormat](Quantization):
         self.format, self.layouts, self.device = format_, layouts, shards[0].device
         sizes = [len(stack) * format_.copied(layout) for stack, layout in zip(shards, layouts, strict=True)]
         if memory is None:
-            memory = torch.empty(sum(sizes), dtype=format_.dtype, device=self.device)
+            memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self._shards = shards
         self.firsts = [0, *accumulate(map(len, shards))]
         """For each group, the number of its first weight among those of all groups."""

@@ -182,23 +182,28 @@ def test_each_stacked_expert_is_a_matrix(world_size: int) -> None:
         assert torch.equal(found, torch.stack([expert.detach() for expert in experts]))
 
 
-def step_differently(rank: int, world_size: int, models: list[nn.Module]) -> str:
-    """What is raised where one rank has no gradient of the first matrix."""
+def step_differently(rank: int, world_size: int, models: list[nn.Module], after_another: bool) -> str:
+    """What is raised where one rank has no gradient of the first matrix, perhaps after a step with all of them."""
     del world_size
     mine = models[rank]
     etp.shard_module(mine, dist.group.WORLD, replicated_modules=[mine[2]])  # type: ignore[index]
     params = matrices(mine)
     for param, whole in zip(params, gradients(params, 0), strict=True):
         param.grad = whole
+    optimizer = etp.Muon(params)
+    if after_another:
+        optimizer.step()
     if rank == 1:
         params[0].grad = None
     with pytest.raises(etp.PeerMismatchError) as raised:
-        etp.Muon(params).step()
+        optimizer.step()
     return str(raised.value)
 
 
-def test_gradients_of_different_matrices_are_refused_on_every_rank() -> None:
-    for rank, message in enumerate(run_threads(step_differently, 2, [model(torch.float32) for _ in range(2)])):
+@pytest.mark.parametrize("after_another", [False, True])
+def test_gradients_of_different_matrices_are_refused_on_every_rank(after_another: bool) -> None:
+    models = [model(torch.float32) for _ in range(2)]
+    for rank, message in enumerate(run_threads(step_differently, 2, models, after_another)):
         assert "by rank, their numbers are {0: 5, 1: 4}" in message
         assert re.search(rf"rank {rank} begins with {rank}.weight", message)
 
