@@ -40,7 +40,7 @@ from megatron_patches.refit.control.messages import (
     encode,
     endpoint,
 )
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import PartyFailedError, RefitError, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -330,11 +330,11 @@ class Rendezvous:
             if self._given_up is not None:
                 self._settle(number)
             if not step.verdicts and time.monotonic() > step.deadline:
-                for party in set(range(self._size)) - set(step.outcomes):
-                    reason = self._silence(party, step.what)
-                    # After a failure elsewhere, a party that is still working is not a cause.
-                    known = reason if not step.causes else None
-                    step.outcomes[party] = Outcome(number, step.what, reason=known)
+                silent = sorted(set(range(self._size)) - step.outcomes.keys())
+                # After a failure elsewhere, parties that are still working are no cause.
+                reasons = [] if step.causes else [self._silence(party, step.what) for party in silent]
+                step.outcomes |= {party: Outcome(number, step.what) for party in silent}
+                step.outcomes[silent[0]].reason = first_of(reasons, "; ") or None
                 self._settle(number)
 
     def _silence(self, party: int, what: str) -> str:

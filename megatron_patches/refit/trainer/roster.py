@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.trainer.engine_client import EngineClient
+from megatron_patches.refit.trainer.engine_client import EngineClient, why_not_up
 from megatron_patches.refit.trainer.engines import HttpEngine, check_given_once, engine_of
-from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +31,13 @@ class _Lost:
         engine: the engine.
         not_before: time of ``time.monotonic()`` before which it is not polled.
         answers: whether it has answered since.
+        is_asked: whether it is being asked.
     """
 
     engine: EngineClient
     not_before: float
     answers: bool = False
+    is_asked: bool = False
 
 
 class Roster:
@@ -148,18 +149,16 @@ class Roster:
         while not self._closed.wait(_AGAIN_S):
             now = time.monotonic()
             with self._lock:
-                due = [lost for lost in self._lost if not lost.answers and lost.not_before <= now]
-            asking = [(lost, Worker(f"refit-asks-{lost.engine.name}")) for lost in due]
-            answers = [(lost, worker.submit(lost.engine.check_up)) for lost, worker in asking]
-            for lost, answer in answers:
-                if answer.exception() is None and self._is_lost(lost):
-                    lost.answers = True
-                    logger.info("refit: %s answers again", lost.engine.name)
-                    self._came(lost.engine)
-            for _, worker in asking:
-                worker.close(0.0)
+                due = [lost for lost in self._lost if not (lost.answers or lost.is_asked) and lost.not_before <= now]
+            for lost in due:  # each in a thread of its own, because one that hangs must not delay the others
+                lost.is_asked = True
+                name = f"refit-asks-{lost.engine.name}"
+                threading.Thread(target=self._ask, args=(lost,), name=name, daemon=True).start()
 
-    def _is_lost(self, lost: _Lost) -> bool:
-        """Whether an engine that was asked is still to be served: it may have been removed since."""
-        with self._lock:
-            return any(lost is one for one in self._lost)
+    def _ask(self, lost: _Lost) -> None:
+        is_up = why_not_up(lost.engine) is None
+        with self._lock:  # it may have been removed since
+            lost.answers, lost.is_asked = is_up and any(lost is one for one in self._lost), False
+        if lost.answers:
+            logger.info("refit: %s answers again", lost.engine.name)
+            self._came(lost.engine)

@@ -146,6 +146,38 @@ def test_an_engine_that_is_removed_while_it_fails_is_not_taken_back(monkeypatch:
     assert not gone.asked
 
 
+def test_an_engine_that_hangs_keeps_no_other_one_from_coming_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "_AGAIN_S", 0.01)
+    came, may_answer = list[str](), threading.Event()
+
+    class Hangs(Engine):
+        asked_now = most = 0
+
+        def check_up(self) -> None:
+            self.asked_now += 1
+            self.most = max(self.most, self.asked_now)
+            may_answer.wait(60)
+            self.asked_now -= 1
+
+    hangs, back = Hangs("hangs"), Engine("back")
+    engines = Roster(lambda engine: came.append(engine.name))
+    engines.set(cast(Any, [hangs, back]))
+    engines.drop(cast(Any, hangs), 0.0)
+    deadline = time.monotonic() + 20
+    while not hangs.most and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    engines.drop(cast(Any, back), 0.0)
+    while not came and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    told = list(came)
+    may_answer.set()
+    deadline = time.monotonic() + 20
+    while "hangs" not in came and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    engines.close()
+    assert (told, came, hangs.most) == (["back"], ["back", "hangs"], 1)
+
+
 def test_an_engine_that_cannot_begin_to_join_keeps_no_other_one_from_coming_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

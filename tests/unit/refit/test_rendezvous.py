@@ -213,6 +213,14 @@ def test_a_party_that_does_not_answer_is_named() -> None:
         assert on_all(members, lambda m: m.exchange("next", list[int], lambda: 1)) == [[1, 1, 1]] * 3
 
 
+def test_all_parties_that_do_not_answer_are_named() -> None:
+    silent = [f"party {party} gave no answer to 'work' in time" for party in range(1, 5)]
+    for parties, told in ((3, "; ".join(silent[:2])), (6, "; ".join(silent[:3]) + "; and 2 more")):
+        with meeting(parties, timeout_s=0.5) as (_, members):
+            (error,) = on_all(members[:1], lambda m: m.exchange("work", list[int], lambda: 0))
+            assert str(error) == f"work failed: {told}"
+
+
 def test_a_party_that_never_joined_is_named() -> None:
     server = Rendezvous(2, 0.5, all_parts, called="http://server:{}".format)
     member = Assembly(server.invitation, 0, "party 0")
