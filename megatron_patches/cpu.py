@@ -307,6 +307,17 @@ def _start_adam(distributed_optimizer: Any) -> None:
             state["step"].zero_()
 
 
+def _without_parameters(distributed_optimizer: Any) -> dict[str, Any]:
+    """The state of an optimizer that has nothing to step on this rank: settings of groups, whose step is None.
+
+    A load fills in the step of the others (:mod:`megatron_patches.checkpoint.optimizer_groups`).
+    """
+    groups = distributed_optimizer.optimizer.state_dict()["param_groups"]
+    settings = [{name: value for name, value in group.items() if name != "params"} | {"step": None} for group in groups]
+    scaler = distributed_optimizer.grad_scaler
+    return {"optimizer": {"param_groups": settings}, **({"grad_scaler": scaler.state_dict()} if scaler else {})}
+
+
 def _megatron_records() -> tuple[PatchRecord, ...]:
     def as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -326,6 +337,8 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
     def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any) -> Any:
+            if not any(group["params"] for group in self.optimizer.param_groups):
+                return _without_parameters(self)
             if not self.optimizer.state:
                 _start_adam(self)
             return original(self)
@@ -366,7 +379,8 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
         PatchRecord(
             target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
             replace=with_adam_state,
-            reason="without TE and apex it reads the step from Adam's state, which is empty before the first step",
+            reason="without TE and apex it reads the step from Adam's state, which is empty before the first step, and "
+            "always if this rank has none of the parameters, such as experts on other pipeline stages",
             sha256="0f707320dc52f77a",
         ),
         PatchRecord(

@@ -76,15 +76,27 @@ def expert_size(args: argparse.Namespace) -> int:
     return size
 
 
-def _has_mtp_apart_from_the_embeddings(args: argparse.Namespace) -> bool:
-    """Whether a later stage of the first pipeline rank, which has the embeddings in another chunk, has MTP layers."""
-    if not _get(args, "pipeline_model_parallel_layout"):
-        return False
+def _stages_with_mtp(args: argparse.Namespace) -> list[list[bool]]:
+    """For each rank of the pipeline and each of its stages in ``--pipeline-model-parallel-layout``, if it has MTP."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     layout = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
-    return any(LayerType.mtp in stage for stage in layout.layout[0][1:])
+    return [[LayerType.mtp in stage for stage in rank] for rank in layout.layout]
+
+
+def _has_mtp_apart_from_the_embeddings(args: argparse.Namespace) -> bool:
+    """Whether a later stage of the first pipeline rank, which has the embeddings in another chunk, has MTP layers."""
+    return bool(_get(args, "pipeline_model_parallel_layout")) and any(_stages_with_mtp(args)[0][1:])
+
+
+def _saves_tied_embeddings_with_mtp(args: argparse.Namespace) -> bool:
+    """Whether checkpoints are saved of a last stage with embeddings, for MTP layers, and an output layer besides."""
+    has_mtp = bool(_get(args, "mtp_num_layers")) or "/" in str(_get(args, "hybrid_layer_pattern") or "")
+    untied = bool(_get(args, "untie_embeddings_and_output_weights"))
+    if not (_get(args, "save") and has_mtp and args.pipeline_model_parallel_size > 1) or untied:
+        return False
+    return not _get(args, "pipeline_model_parallel_layout") or _stages_with_mtp(args)[-1][-1]
 
 
 def _has_sparse_attention(args: argparse.Namespace) -> bool:
@@ -247,6 +259,12 @@ REFUSALS = (
         _has_mtp_apart_from_the_embeddings,
         "put the MTP layers (m) on another rank than the first: Megatron shares the embeddings between ranks, so those "
         "of a later stage of the first one would stay zero",
+    ),
+    Refusal(
+        "--save, MTP layers on the last pipeline stage and tied embeddings",
+        _saves_tied_embeddings_with_mtp,
+        "add --untie-embeddings-and-output-weights, or put the MTP layers (m) on another stage than the last with "
+        "--pipeline-model-parallel-layout: megatron-core could not save the unused output layer of that stage",
     ),
     Refusal(
         "--ckpt-format {ckpt_format}",

@@ -59,6 +59,8 @@ def wrap_load_of_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
         answer = original(renamed, checkpoint_dir, *args, **kwargs)
         loaded = answer[0] if isinstance(answer, tuple) else answer
         tensors = loaded.pop(_REQUESTED)
+        if _is_chain(requested):  # an optimizer that has no weights on this rank asked for no tensors, and got no part
+            tensors = {number: tensors.get(number, {}) for number in sorted(requested)}
         for part, values, masters in zip(_parts(tensors), settings, empty, strict=True):
             _add(part, {**values, **masters})
         loaded[_KEY] = tensors

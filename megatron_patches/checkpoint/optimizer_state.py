@@ -101,10 +101,15 @@ def wrap_load_optimizer_state(original: Callable[..., None]) -> Callable[..., No
 
     The original gives all states of torch's Adam the same step tensor, which every parameter then increments. The first
     step after a load counts as many steps as there are parameters, and the bias correction is wrong from then on.
+    It also asks for the step of an optimizer that has no parameters on this rank, which has none (on CPUs, see
+    ``megatron_patches/cpu.py``): any number will do.
     """
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        for group in state_dict.get("optimizer", {}).get("param_groups", ()):
+            if group.get("step", 0) is None and not any(own["params"] for own in self.optimizer.param_groups):
+                group["step"] = 0
         original(self, state_dict)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):

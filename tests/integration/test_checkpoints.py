@@ -262,11 +262,20 @@ def test_layers_of_the_gated_delta_rule_are_loaded_at_other_sizes(megatron: Mega
 
 
 @pytest.mark.parametrize(
-    ("layers", "dtype"), [("[0]*2+[1]*2", ""), ("[0]*2+[1]*2", "--bf16"), ("[1]*2+[0]*2", "--bf16")]
+    ("layers", "dtype", "optimizer"),
+    [
+        ("[0]*2+[1]*2", "", ""),
+        ("[0]*2+[1]*2", "--bf16", ""),
+        ("[1]*2+[0]*2", "--bf16", ""),
+        ("[0]*2+[1]*2", "", DISTRIBUTED),
+        ("[1]*2+[0]*2", "--bf16", DISTRIBUTED),
+    ],
 )
-def test_experts_on_one_stage_alone_are_loaded(megatron: MegatronPool, tmp_path: Path, layers: str, dtype: str) -> None:
+def test_experts_on_one_stage_alone_are_loaded(
+    megatron: MegatronPool, tmp_path: Path, layers: str, dtype: str, optimizer: str
+) -> None:
     """The first stage writes for all what is no tensor. On one of the stages, an optimizer has nothing to step."""
-    model = f"{MOE} --moe-layer-freq {layers} {dtype}"
+    model = f"{MOE} --moe-layer-freq {layers} {dtype} {optimizer}"
     sharded = f"--etp-size 2 --expert-etp-size 2 {PP2} {PAD}"
     saved = _save(megatron, tmp_path, model, sharded)
     for flags in (sharded, f"--etp-size 4 {EP2} {PAD}", f"{PP2} {EP2}"):

@@ -286,6 +286,23 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
             },
             "--pipeline-model-parallel-layout Ett|tt|m|L",
         ),
+        (
+            {"save": ".", "mtp_num_layers": 1, "pipeline_model_parallel_size": 2},
+            "--save, MTP layers on the last pipeline stage and tied embeddings",
+        ),
+        (
+            {"save": ".", "hybrid_layer_pattern": "M*|-E/*E", "pipeline_model_parallel_size": 2},
+            "--save, MTP layers on the last pipeline stage and tied embeddings",
+        ),
+        (
+            {
+                "save": ".",
+                "mtp_num_layers": 2,
+                "pipeline_model_parallel_layout": "Et*3|tmmL",
+                "pipeline_model_parallel_size": 2,
+            },
+            "--save, MTP layers on the last pipeline stage and tied embeddings",
+        ),
         ({"mtp_detach_heads": True}, "--mtp-detach-heads"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
@@ -407,6 +424,21 @@ def test_muon_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2, "num_experts": 4, "expert_etp_size": 2},
         {"experimental_attention_variant": "gated_delta_net"},
         {"hybrid_layer_pattern": "MG*-E/M"},
+        {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2},  # nothing is saved
+        {"save": ".", "mtp_num_layers": 1},
+        {
+            "save": ".",
+            "mtp_num_layers": 1,
+            "pipeline_model_parallel_size": 2,
+            "untie_embeddings_and_output_weights": True,
+        },
+        {
+            "save": ".",
+            "mtp_num_layers": 1,
+            "pipeline_model_parallel_layout": "Et|tt|m|L",
+            "pipeline_model_parallel_size": 4,
+            "world_size": 16,
+        },
         {"ckpt_convert_format": "torch_dist"},
         {"num_distributed_optimizer_instances": 1},
         {
@@ -655,6 +687,9 @@ def test_the_refused_flags_are_megatrons() -> None:
         "use_grouped_gemm_for_shared_expert",
         "experimental_attention_variant",
         "mtp_detach_heads",
+        "mtp_num_layers",
+        "save",
+        "untie_embeddings_and_output_weights",
         "pipeline_model_parallel_layout",
         "qk_clip",
         "moe_use_upcycling",
