@@ -172,9 +172,13 @@ def reported(label: str, group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def explained(error: RuntimeError, label: str, group: dist.ProcessGroup | None) -> EtpCommunicationError:
     """The error that names a failed collective. :func:`reported` raises it too, but costs several calls more."""
-    return EtpCommunicationError(f"{label} failed {who(group)}: {error}. {meaning(str(error))}")
+    # As docs/troubleshooting.md has it.
+    ranks = dist.get_process_group_ranks(group)
+    return EtpCommunicationError(
+        f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. {meaning(str(error))}"
+    )
 
 
 def who(group: dist.ProcessGroup | None) -> str:
-    """This rank and its peers, for messages, as docs/troubleshooting.md has them."""
+    """This rank and its peers, for messages."""
     return f"on rank {dist.get_rank()} (shard group: ranks {dist.get_process_group_ranks(group)})"
