@@ -333,8 +333,8 @@ class Rendezvous:
                 silent = sorted(set(range(self._size)) - step.outcomes.keys())
                 # After a failure elsewhere, parties that are still working are no cause.
                 reasons = [] if step.causes else [self._silence(party, step.what) for party in silent]
-                step.outcomes |= {party: Outcome(number, step.what) for party in silent}
-                step.outcomes[silent[0]].reason = first_of(reasons, "; ") or None
+                known = first_of(reasons, "; ") or None
+                step.outcomes |= {party: Outcome(number, step.what, reason=known) for party in silent}
                 self._settle(number)
 
     def _silence(self, party: int, what: str) -> str:
