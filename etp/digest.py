@@ -13,6 +13,9 @@ from torch import nn
 from etp.collectives.works import WorkLine, gather_numbers, gather_objects
 from etp.errors import PeerMismatchError
 
+PartIndex = tuple[int, int]
+"""Index of a part of a parameter, and the number of parts."""
+
 _OF_COPIES = "comparison of parameters of equal names"
 
 # 32-bit words at a time: enough for a GPU, and few enough for a CPU's cache.
@@ -120,10 +123,6 @@ def _raise_for_manifests(manifests: list[list[str]], group: dist.ProcessGroup, w
 def _some(names: list[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-PartIndex = tuple[int, int]
-"""Index of a part of a parameter, and the number of parts."""
 
 
 def differing_copies(held: Mapping[tuple[str, PartIndex], torch.Tensor], group: dist.ProcessGroup | None) -> str:

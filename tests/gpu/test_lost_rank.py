@@ -21,8 +21,8 @@ TIMEOUT_S = 15
 GROUP_TIMEOUT_MIN = 1
 MARGIN_S = 30.0
 OVERDUE = r"(reduce-scatter|all-gather|the publication|the end) of .* did not finish within 15 s: a peer has"
-# Ranks that share a GPU talk over sockets, and NCCL learns at once that the other end is closed. The main thread says
-# so, unless it stands in a call of CUDA until our watchdog ends the process.
+# Ranks that share a GPU talk over sockets, and NCCL learns at once that the other end is closed. Either its
+# error or our own watchdog's message comes first.
 CLOSED = r"EtpCommunicationError: (reduce-scatter|all-gather) of .* failed on rank 0 .*remote process exited"
 
 

@@ -130,9 +130,9 @@ class Roster:
             if all(engine is not one for one in self._engines):
                 return
             self._lost.append(_Lost(engine, not_before))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._poll, name="refit-roster", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._poll, name="refit-roster", daemon=True)
+                self._thread.start()
 
     def take_back(self) -> list[EngineClient]:
         """Takes back engines that answer. Returns them."""
