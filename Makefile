@@ -3,9 +3,12 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# The newest vLLM, and the newest PyTorch that megatron-core runs on; the versions in .venv are those of one GPU machine.
+# Newer releases of vLLM, the second of which is on top of the first, and the newest PyTorch that megatron-core runs on;
+# the versions in .venv are those of one GPU machine.
 ENGINE_VENV := .venv-vllm
 ENGINE_READY := $(ENGINE_VENV)/.ready
+NEWEST_ENGINE_VENV := .venv-vllm-0.33
+NEWEST_ENGINE_READY := $(NEWEST_ENGINE_VENV)/.ready
 TORCH_VENV := .venv-torch
 TORCH_READY := $(TORCH_VENV)/.ready
 # mkdocs and its theme.
@@ -28,8 +31,9 @@ BENCH_ARGS ?=
 # Several tests at a time; what shares trainings or engines stays together.
 PYTEST := -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 RUN_TESTS := OMP_NUM_THREADS=1 $(PY) $(PYTEST)
-# Those in which an engine may be of another environment than the trainer.
+# Those in which an engine may be of another environment than the trainer, and those that run in the engine's.
 ENGINE_TESTS := tests/integration/test_live_http.py tests/integration/test_live_contract.py
+ENGINE_UNIT_TESTS := $(addprefix tests/unit/refit/,test_vllm_*.py test_engine_refusals.py test_attention_refresh.py)
 
 # Tests start hundreds of processes. If containers forbid bytecode files, as many do, each would compile the sources anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -41,7 +45,7 @@ help:
 	@echo 'make grpo         reinforcement learning with a live vLLM on the CPU; GRPO_ARGS=--stale compares with no pushes'
 	@echo 'make test         run the quick tests on the CPU; PYTEST_ARGS="-k layout" chooses some, TEST_WORKERS=4 at a time'
 	@echo 'make test-all     run all tests on the CPU, and test-vllm; with PYTEST_ARGS="-k layout" only those that it chooses'
-	@echo 'make test-vllm    run the live tests with the newest vLLM, in an environment of its own'
+	@echo 'make test-vllm    run the live tests with vLLM 0.32 and 0.33, in environments of their own'
 	@echo 'make test-newest-torch   run the quick tests of the trainer with the newest PyTorch'
 	@echo 'make bench-train  time a training step on GPUs, into bench-out; GPUS=4 GPU_PYTHON=python3'
 	@echo 'make docs         build the documentation site into site/, and check its links'
@@ -58,6 +62,10 @@ $(READY): requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-py
 
 $(ENGINE_READY): requirements/vllm-0.32.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
 	@sh .ci/make-venv $(ENGINE_VENV) engine "$(PYTHON)"
+	@touch $@
+
+$(NEWEST_ENGINE_READY): $(ENGINE_READY) requirements/vllm-0.33.txt .ci/put_over_kernels.py
+	@sh .ci/make-venv $(NEWEST_ENGINE_VENV) newest-engine "$(PYTHON)"
 	@touch $@
 
 $(TORCH_READY): requirements/newest-torch.txt requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
@@ -85,8 +93,11 @@ ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory test-vllm
 endif
 
-test-vllm: $(READY) $(ENGINE_READY)
-	@$(RUN_TESTS) --engine-python $(ENGINE_VENV)/bin/python $(ENGINE_TESTS) $(PYTEST_ARGS)
+test-vllm: $(READY) $(NEWEST_ENGINE_READY)
+	@for engine in $(ENGINE_VENV)/bin/python $(NEWEST_ENGINE_VENV)/bin/python; do \
+		OMP_NUM_THREADS=1 $$engine -m pytest -q $(ENGINE_UNIT_TESTS) && \
+		$(RUN_TESTS) --engine-python $$engine $(ENGINE_TESTS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 test-newest-torch: $(TORCH_READY)
 	@OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python $(PYTEST) --quick $(PYTEST_ARGS)
@@ -111,5 +122,5 @@ format: $(READY)
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENV) $(TORCH_VENV) $(DOCS_VENV) site build dist *.egg-info quickstart-out grpo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENV) $(NEWEST_ENGINE_VENV) $(TORCH_VENV) $(DOCS_VENV) site build dist *.egg-info quickstart-out grpo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks etp megatron_patches tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

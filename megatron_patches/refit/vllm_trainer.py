@@ -1,4 +1,4 @@
-"""The trainer's side of backend ``etp`` in vLLM's own weight transfer contract, for vLLM 0.32.
+"""The trainer's side of backend ``etp`` in vLLM's own weight transfer contract, for vLLM 0.32 and 0.33.
 
 ::
 
@@ -14,10 +14,11 @@ module registers the backend in the trainer's process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
+import torch
 from vllm import __version__
 from vllm.distributed.weight_transfer import (
     RayVLLMWeightSyncClient,
@@ -41,11 +42,11 @@ __all__ = ["EtpTrainerEngine", "EtpTrainerInitInfo", "GuardedSyncClient"]
 
 logger = logging.getLogger(__name__)
 
-_RELEASE = "0.32."
-if not __version__.startswith(_RELEASE):
+_RELEASES = ("0.32.", "0.33.")
+if not __version__.startswith(_RELEASES):
     raise UnsupportedEngineError(
-        f"vLLM's contract of trainers is served with vLLM {_RELEASE}0, and this is {__version__}, where it differs; "
-        "use WeightPublisher, which pushes into servers of either"
+        f"vLLM's contract of trainers is served with vLLM 0.32.0 and 0.33.0, and this is {__version__}, where it "
+        "differs; use WeightPublisher, which pushes into servers of all"
     )
 
 
@@ -124,10 +125,10 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
         """
         if source is None:
             raise ValueError("source is None; pass a WeightSource, such as ModuleSource(model)")
-        if source.held_names() is not None:
+        if not _is_whole(source):
             raise ValueError(
-                "source.held_names() names a part of the model, and the first rank must iterate whole tensors of all "
-                "of it; use WeightPublisher, which sends each rank's part from that rank"
+                "source does not yield whole tensors of all of the model on the first rank (held_names, or owners and "
+                "iter_full since vLLM 0.33); use WeightPublisher, which sends each rank's part from that rank"
             )
         if isinstance(client, RayVLLMWeightSyncClient):
             actors = len(client.handles)
@@ -152,11 +153,11 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
                 before, under the label of that version; the next call connects again.
         """
         if not self.is_sender:
-            for _ in self.source:  # to gather a tensor may take all ranks
+            for _ in _whole_tensors(self.source):  # to gather a tensor may take all ranks
                 pass
             return
         try:
-            self._transfer.send_weights(iter(self.source))
+            self._transfer.send_weights(_whole_tensors(self.source))
             self._transfer.resume()
         except BaseException:
             self._give_up()
@@ -174,6 +175,17 @@ class EtpTrainerEngine(TrainerWeightTransferEngine):
                 end()
             except Exception as error:  # noqa: BLE001 - whatever it is, the first failure is raised
                 logger.warning("refit: %s: %s", name, describe_error(error))
+
+
+def _is_whole(source: Any) -> bool:
+    """Whether the first rank yields whole tensors of all of the model."""
+    if not hasattr(WeightSource, "iter_full"):  # vLLM 0.32
+        return source.held_names() is None
+    return source.implements_iter_full() and len(source.owned_names(0)) == len(source.metadata)
+
+
+def _whole_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return source.iter_full() if hasattr(WeightSource, "iter_full") else iter(source)  # since vLLM 0.33; in 0.32
 
 
 def _engines(client: VLLMWeightSyncClient, workers: int, timeout_s: float) -> list[ContractEngine]:

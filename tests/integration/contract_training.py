@@ -53,8 +53,12 @@ class Parts(ModuleSource):
     """Of a rank that holds a part of the model."""
 
     def held_names(self) -> list[str]:
-        """Of that part."""
+        """Of that part, for vLLM 0.32."""
         return ["lm_head.weight"]
+
+    def owned_names(self, rank: int) -> list[str]:
+        """Of that part, since vLLM 0.33."""
+        return ["lm_head.weight"] if rank == 0 else []
 
 
 class Counted(ModuleSource):
@@ -64,6 +68,12 @@ class Counted(ModuleSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for pair in super().__iter__():
+            self.tensors += 1
+            yield pair
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Since vLLM 0.33."""
+        for pair in super().iter_full():
             self.tensors += 1
             yield pair
 

@@ -63,7 +63,7 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
         "options.memory is in_place, for which the engine must pause",
         "options.sleeping is wake, and vLLM's contract has no call to wake",
         "source is None; pass a WeightSource",
-        "source.held_names() names a part of the model",
+        "source does not yield whole tensors of all of the model on the first rank",
         "cannot start the refit: ",
     ]
     assert [said[: len(start)] for said, start in zip(found["refusals"], refusals, strict=True)] == refusals

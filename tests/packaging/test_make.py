@@ -95,7 +95,7 @@ def test_make_explains_itself_without_any_python(tools: Path, tmp_path: Path) ->
     ("targets", "made"),
     [
         (("lint", "types", "test"), [".venv trainer"]),
-        (("test-vllm",), [".venv trainer", ".venv-vllm engine"]),
+        (("test-vllm",), [".venv trainer", ".venv-vllm engine", ".venv-vllm-0.33 newest-engine"]),
     ],
 )
 def test_make_builds_environments_once_and_reuses_them(
@@ -104,12 +104,16 @@ def test_make_builds_environments_once_and_reuses_them(
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "requirements").mkdir()
-    for name in ("ci.lock", "vllm-0.32.lock", "newest-torch.txt"):
+    for name in ("ci.lock", "vllm-0.32.lock", "vllm-0.33.txt", "newest-torch.txt"):
         (tmp_path / "requirements" / name).write_text("")
     (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci" / "find-python").write_text("")
-    (tmp_path / ".ci" / "make-venv").write_text('mkdir "$1" 2>/dev/null; echo "made $*" >>made.log\n')
-    (tools / "mkdir").symlink_to(str(shutil.which("mkdir")))
+    for name in ("find-python", "put_over_kernels.py"):
+        (tmp_path / ".ci" / name).write_text("")
+    (tmp_path / ".ci" / "make-venv").write_text(
+        'mkdir -p "$1/bin"; ln -sf "$3" "$1/bin/python"; echo "made $*" >>made.log\n'
+    )
+    for name in ("mkdir", "ln"):
+        (tools / name).symlink_to(str(shutil.which(name)))
     python = _program(tmp_path / "bin" / "python", FITS)
     make = ("make", "--no-print-directory", "-j4", f"PYTHON={python}", f"PY={python}", *targets)
     for _ in range(2):

@@ -58,9 +58,10 @@ def _register(*engine: Any) -> None:
 
 
 def _log_as_vllm_does() -> None:
-    """Uses vLLM's log handlers, which serve only vLLM's own loggers, so that operators see which trainer pushes."""
-    ours, vllm = logging.getLogger("megatron_patches"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.setLevel(vllm.level)
-        for handler in vllm.handlers:
-            ours.addHandler(handler)
+    """Logs through vLLM's logger, whose handlers serve only its own children, so that operators see who pushes.
+
+    As a child, because vLLM may configure its logger later.
+    """
+    ours = logging.getLogger("megatron_patches")
+    ours.parent = logging.getLogger("vllm")
+    ours.setLevel(logging.NOTSET)  # clears what the loggers below remember of levels

@@ -42,9 +42,10 @@ from megatron_patches.refit.vllm.quantized import check_scale_values, check_scal
 
 VLLM = vllm.__version__.partition("+")[0]
 OF_SOME_RELEASES = {
-    "cache_config.calculate_kv_scales": "0.26.0",
-    "load_config.load_format": "0.32.0",
-    "parallel_config.dcp_q_replicate": "0.32.0",
+    "cache_config.calculate_kv_scales": ("0.26.0",),
+    "load_config.load_format": ("0.32.0", "0.33.0"),
+    "parallel_config.dcp_q_replicate": ("0.32.0", "0.33.0"),
+    "kernel_config.monokernel": ("0.33.0",),
 }
 """Options that others do not have."""
 
@@ -66,7 +67,7 @@ def test_an_engine_in_block_fp8_is_taken() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
 def test_an_engine_that_quantizes_to_fp8_what_it_loads_is_taken(quantization: str) -> None:
-    """With vLLM 0.26.0 alone: with 0.32.0, workers agree on scales while they quantize."""
+    """With vLLM 0.26.0 alone: with later ones, workers agree on scales while they quantize."""
     config = VllmConfig()
     if VLLM == "0.26.0":
         object.__setattr__(config, "quant_config", Fp8Config() if quantization == "fp8" else online(quantization))
@@ -91,11 +92,11 @@ def test_an_engine_that_quantizes_to_fp8_what_it_loads_is_taken(quantization: st
         ("cache_config.calculate_kv_scales", True, r"--calculate-kv-scales"),
         ("load_config.load_format", "ipc_cache", r"--load-format ipc_cache"),
         ("parallel_config.dcp_q_replicate", True, r"dcp_q_replicate"),
+        ("kernel_config.monokernel", True, r"--monokernel"),
     ],
 )
 def test_an_option_that_keeps_weights_elsewhere_is_refused(path: str, value: object, message: str) -> None:
-    needs = OF_SOME_RELEASES.get(path, VLLM)
-    if needs != VLLM:
+    if VLLM not in OF_SOME_RELEASES.get(path, (VLLM,)):
         pytest.skip(f"vLLM {VLLM} does not have it, or does not do that with it")
     config = VllmConfig()
     *parents, name = path.split(".")
@@ -167,6 +168,28 @@ def test_word_embeddings_that_vllm_may_tie_by_itself_are_refused() -> None:
     check_options(config)
     config.model_config.word_embeddings_untied_by_checkpoint = True
     with pytest.raises(UnsupportedEngineError, match="set tie_word_embeddings to false there, or remove the lm_head"):
+        check_options(config)
+
+
+@pytest.mark.skipif(VLLM in ("0.26.0", "0.32.0"), reason=f"vLLM {VLLM} has no constant experts")
+def test_constant_experts_are_refused() -> None:
+    config = VllmConfig()
+    model_config = SimpleNamespace(word_embeddings_untied_by_checkpoint=False, hf_config=SimpleNamespace())
+    config.model_config = model_config
+    check_options(config)
+    model_config.hf_config.approximate_experts = {"1": []}
+    check_options(config)
+    model_config.hf_config.approximate_experts = {"1": [0, 5]}
+    with pytest.raises(UnsupportedEngineError, match=r"some of its experts are constants .*approximate_experts"):
+        check_options(config)
+
+
+@pytest.mark.skipif(VLLM == "0.26.0", reason="it has no attribute for this")
+def test_a_checkpoint_in_block_fp8_that_is_quantized_again_is_refused() -> None:
+    config, quantization = VllmConfig(), Fp8Config(True, weight_block_size=[128, 128])
+    quantization.online_quantization_config = online("fp8_per_tensor")
+    object.__setattr__(config, "quant_config", quantization)
+    with pytest.raises(UnsupportedEngineError, match=r"as they are quantized here \(fp8\)"):
         check_options(config)
 
 

@@ -19,34 +19,25 @@ from megatron_patches.refit.errors import UnsupportedEngineError
 if TYPE_CHECKING:
     from megatron_patches.refit.vllm.releases.release import Release
 
-ADAPTERS: Mapping[str, str] = MappingProxyType({"0.26.0": "v0_26", "0.32.0": "v0_32"})
+ADAPTERS: Mapping[str, str] = MappingProxyType({"0.26.0": "v0_26", "0.32.0": "v0_32", "0.33.0": "v0_33"})
 """Module of the adapter, by vLLM release."""
-
-_OTHERS: Mapping[str, str] = MappingProxyType(
-    {
-        "0.33": "there was no build of it for CPUs to test; its layerwise reloading is that of 0.32.0, but it can put "
-        "other experts in the place of a model's, and refuses requests during a pause",
-    }
-)
-"""What is known of releases without an adapter, by major and minor version."""
 
 
 def check_known(version: str) -> str:
     """The name of the adapter for a vLLM release.
 
     Args:
-        version: version string of vLLM, such as ``0.32.0`` or ``0.32.0+cpu``.
+        version: version string of vLLM, such as ``0.33.0`` or ``0.32.0+cpu``.
 
     Raises:
-        UnsupportedEngineError: with the release, what is known of it, and the releases that have an adapter.
+        UnsupportedEngineError: with the release, and those that have an adapter.
     """
     public = version.partition("+")[0]
     if public in ADAPTERS:
         return ADAPTERS[public]
-    known = next((f" ({note})" for first, note in _OTHERS.items() if public.startswith(f"{first}.")), "")
     raise UnsupportedEngineError(
-        f"weights cannot be pushed into vLLM {version}{known}; this package was tested with "
-        f"{' and '.join(ADAPTERS)}: pip install vllm=={list(ADAPTERS)[-1]}"
+        f"weights cannot be pushed into vLLM {version}; this package was tested with {', '.join(ADAPTERS)}: "
+        f"pip install vllm=={list(ADAPTERS)[-1]}"
     )
 
 

@@ -235,6 +235,7 @@ def _is_block_fp8(quantization: Any) -> bool:
         and quantization.is_checkpoint_fp8_serialized
         and quantization.weight_block_size == [BLOCK, BLOCK]
         and quantization.store_dtype is None
+        and getattr(quantization, "online_quantization_config", None) is None  # since 0.32, quantizes it anew
     )
 
 

@@ -38,7 +38,7 @@ _IN_PARAMETERS = frozenset(
 class Vllm032(Release):
     """vLLM 0.32.0."""
 
-    names = (
+    names: tuple[str, ...] = (
         "vllm.config:LoadConfig.load_format",
         "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",
         "vllm.config:ParallelConfig.dcp_q_replicate",
