@@ -88,9 +88,11 @@ def wrap_set_optimizer_states(original: Callable[..., None]) -> Callable[..., No
     Without Transformer Engine and apex the optimizer is torch's Adam, whose step is a tensor. Megatron restores the
     step from the parameter groups. From the states that it loads it omits the step, and then looks it up in them, or
     (``dp_reshardable``, its default) it takes the step that this run had before the load, which is 0 at its start.
+    In that layout it also copies with gradients enabled, which fails for master weights that are the fp32 weights.
     """
 
     @functools.wraps(original)
+    @torch.no_grad()
     def set_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         original(self, model_param, {**tensors, "step": None})  # None is skipped
 

@@ -285,9 +285,10 @@ def test_experts_on_one_stage_alone_are_loaded(
 
 
 @pytest.mark.cpu_only("GPUs have another Adam")
-def test_without_shards_megatrons_default_layout_is_loaded(megatron: MegatronPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["", "--bf16"])
+def test_without_shards_megatrons_default_layout_is_loaded(megatron: MegatronPool, tmp_path: Path, dtype: str) -> None:
     """The layout contains no steps; those of torch's Adam continue from the checkpoint's."""
-    common = f"{MOE} --use-distributed-optimizer --bf16"
+    common = f"{MOE} --use-distributed-optimizer {dtype}"
     saved = _save(megatron, tmp_path, common, ranks=2)
     loaded = _run(megatron, common, f"--load {tmp_path} --ckpt-step {SAVED_STEP}", ranks=2)
     assert len(loaded.losses) == STEPS - SAVED_STEP
