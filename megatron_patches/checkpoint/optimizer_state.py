@@ -86,12 +86,15 @@ def wrap_set_optimizer_states(original: Callable[..., None]) -> Callable[..., No
     """For ``DistributedOptimizer._set_main_param_and_optimizer_states``.
 
     Without Transformer Engine and apex the optimizer is torch's Adam, whose step is a tensor. Megatron restores the
-    step from the parameter groups, omits it from the states that it loads, and then looks it up in those states.
+    step from the parameter groups. From the states that it loads it omits the step, and then looks it up in them, or
+    (``dp_reshardable``, its default) it takes the step that this run had before the load, which is 0 at its start.
+    In that layout it also copies with gradients enabled, which fails for master weights that are the fp32 weights.
     """
 
     @functools.wraps(original)
+    @torch.no_grad()
     def set_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        original(self, model_param, {"step": None, **tensors})  # None is skipped
+        original(self, model_param, {**tensors, "step": None})  # None is skipped
 
     return set_optimizer_states
 

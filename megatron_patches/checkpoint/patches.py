@@ -77,7 +77,7 @@ _REPLACED: tuple[tuple[str, str, str, str], ...] = (
     (
         "optimizer_state.wrap_set_optimizer_states",
         f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-        "fails with KeyError 'step' on a fully_reshardable checkpoint where the optimizer is torch's Adam",
+        "with torch's Adam, fails on fully_reshardable checkpoints, and counts steps from 0 after dp_reshardable ones",
         "553e36e13659587c",
     ),
     (

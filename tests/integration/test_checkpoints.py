@@ -284,6 +284,17 @@ def test_experts_on_one_stage_alone_are_loaded(
         assert loaded.losses == pytest.approx(saved.losses[SAVED_STEP:], rel=tolerance, abs=0.0), flags
 
 
+@pytest.mark.cpu_only("GPUs have another Adam")
+@pytest.mark.parametrize("dtype", ["", "--bf16"])
+def test_without_shards_megatrons_default_layout_is_loaded(megatron: MegatronPool, tmp_path: Path, dtype: str) -> None:
+    """The layout contains no steps; those of torch's Adam continue from the checkpoint's."""
+    common = f"{MOE} --use-distributed-optimizer {dtype}"
+    saved = _save(megatron, tmp_path, common, ranks=2)
+    loaded = _run(megatron, common, f"--load {tmp_path} --ckpt-step {SAVED_STEP}", ranks=2)
+    assert len(loaded.losses) == STEPS - SAVED_STEP
+    assert loaded.losses == saved.losses[SAVED_STEP:]
+
+
 @pytest.mark.cpu_only("GPUs have a random state that no data loader draws from")
 def test_a_resumed_run_continues_with_the_same_random_numbers(megatron: MegatronPool, tmp_path: Path) -> None:
     model = LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1")
