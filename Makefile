@@ -32,7 +32,7 @@ BENCH_ARGS ?=
 PYTEST := -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 RUN_TESTS := OMP_NUM_THREADS=1 $(PY) $(PYTEST)
 # Those in which an engine may be of another environment than the trainer, and those that run in the engine's.
-ENGINE_TESTS := tests/integration/test_live_http.py tests/integration/test_live_contract.py
+ENGINE_TESTS := $(addprefix tests/integration/test_live_,http.py contract.py fp8.py)
 ENGINE_UNIT_TESTS := $(addprefix tests/unit/refit/,test_vllm_*.py test_engine_refusals.py test_attention_refresh.py)
 
 # Tests start hundreds of processes. If containers forbid bytecode files, as many do, each would compile the sources anew.

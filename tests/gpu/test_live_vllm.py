@@ -7,7 +7,6 @@ completions must be found, bit by bit, in one that got them by a push.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -154,7 +153,7 @@ def push(config: dict[str, Any], server: VllmServer, pushes: list[Push], **optio
 
 
 LORA = ("--enable-lora", "--max-lora-rank", "8")
-PER_TENSOR, PER_CHANNEL, PER_BLOCK = (("--quantization", name) for name in ("fp8", "fp8_per_channel", "fp8_per_block"))
+PER_TENSOR, PER_CHANNEL, PER_BLOCK = (("--quantization", f"fp8_per_{of}") for of in ("tensor", "channel", "block"))
 
 
 @needs_fp8()
@@ -187,8 +186,6 @@ def test_a_server_holds_and_answers_what_a_fresh_one_does(
 
     Each way twice, because what vLLM does to weights that it leaves as they came is left out from then on.
     """
-    if arguments in (PER_TENSOR, PER_CHANNEL, PER_BLOCK) and not importlib.metadata.version("vllm").startswith("0.26."):
-        pytest.skip("engines that quantize themselves are refused since vLLM 0.32")
     models = [tmp_path / "model_0", tmp_path / "model_1"]
     export(config, weight_format, {path: number for number, path in enumerate(models)})
     wanted = [servers.fresh(path, *arguments, variables=variables) for path in models]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import vllm
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -69,8 +70,15 @@ def _prepare(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
 
 
-def _experts(*given: Any) -> torch.Tensor:
-    hidden, w13, w2, weights, experts, _, _, w13_scales, w2_scales, *_ = given
+def _experts(
+    hidden: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13_scales: torch.Tensor,
+    w2_scales: torch.Tensor,
+) -> torch.Tensor:
     result = torch.zeros(hidden.shape, dtype=torch.float32)
     for expert in experts.unique().tolist():
         token, choice = (experts == expert).nonzero(as_tuple=True)
@@ -81,9 +89,21 @@ def _experts(*given: Any) -> torch.Tensor:
     return result.to(hidden.dtype)
 
 
+def _experts_of_026(*given: Any) -> torch.Tensor:
+    return _experts(*given[:5], *given[7:9])
+
+
+def _experts_since_032(output: torch.Tensor, *given: Any) -> None:
+    output.copy_(_experts(*given[:5], *given[6:8]))
+
+
 linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, TransposingKernel)
 cpu_moe.prepare_fp8_moe_layer_for_cpu = _prepare
-cpu_moe.fused_experts_cpu = _experts
+if vllm.__version__.startswith("0.26."):
+    cpu_moe.fused_experts_cpu = _experts_of_026
+else:
+    cpu_moe.fused_experts_cpu = _experts_since_032
+    cpu_moe.CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
 
 
 def _scaled_fp8_quant(

@@ -181,5 +181,5 @@ def describe_layout(model: Model, serving: ServingModel, memory: MemoryMode, pay
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
     relays = Relays(model, manifest, layers, serving)
-    quantizes = installed_release().quantizes_to_fp8(serving.config.quant_config)
+    quantizes = installed_release().quantizes_to_fp8(serving.config)
     return WorkerLayout(manifest, recording.fills, layers, in_place, relays, payload, quantizes)

@@ -66,16 +66,34 @@ def test_an_engine_in_block_fp8_is_taken() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
-def test_an_engine_that_quantizes_to_fp8_what_it_loads_is_taken(quantization: str) -> None:
-    """With vLLM 0.26.0 alone: with later ones, workers agree on scales while they quantize."""
+@pytest.mark.parametrize("more_workers", [(), ("tensor", "pipeline"), ("data",), ("pipeline",)])
+def test_an_engine_that_quantizes_to_fp8_what_it_loads_is_taken(
+    quantization: str, more_workers: tuple[str, ...]
+) -> None:
+    """Since vLLM 0.32, several workers agree on scales of tensors and channels, while they quantize."""
     config = VllmConfig()
-    if VLLM == "0.26.0":
-        object.__setattr__(config, "quant_config", Fp8Config() if quantization == "fp8" else online(quantization))
-        check_options(config)
-    elif quantization != "fp8":
+    for kind in more_workers:
+        object.__setattr__(config.parallel_config, f"{kind}_parallel_size", 2)
+    if quantization == "fp8":
+        if VLLM != "0.26.0":
+            pytest.skip("vLLM calls it fp8_per_tensor alone")
+        object.__setattr__(config, "quant_config", Fp8Config())
+    else:
         object.__setattr__(config, "quant_config", online(quantization))
+    if VLLM == "0.26.0" or quantization == "fp8_per_block" or more_workers in ((), ("pipeline",)):
+        check_options(config)
+    else:
         with pytest.raises(UnsupportedEngineError, match=r"as they are quantized here \(online\)"):
             check_options(config)
+
+
+@pytest.mark.skipif(VLLM == "0.26.0", reason="it has no such option")
+def test_an_engine_that_quantizes_some_layers_is_refused() -> None:
+    config = VllmConfig()
+    some = OnlineQuantizationConfig(QuantizationConfigArgs(targets={"*.o_proj": "fp8_per_block"}))
+    object.__setattr__(config, "quant_config", some)
+    with pytest.raises(UnsupportedEngineError, match=r"as they are quantized here \(online\)"):
+        check_options(config)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,11 @@
 Most of it is vLLM's layerwise reloading (``vllm/model_executor/model_loader/reload/``), which remembers for each layer
 the tensors that weight loaders know: shapes, dtypes and attributes, without memory. Refit drives it layer by layer
 instead of loader call by loader call.
+
+[Note: quantized on load] With ``--quantization fp8_per_tensor`` and the like, vLLM loads weights as they are trained,
+and then quantizes each layer, with a scale for a tensor, or for its channels or blocks. Its weight loaders know the
+weights as they are trained, so that is what a trainer sends, and the commit quantizes them as vLLM does after loading.
+The loaders of a checkpoint in FP8 with a scale for each tensor know E4M3 numbers and their scales instead.
 """
 
 from __future__ import annotations
@@ -86,9 +91,12 @@ class Release:
     names: tuple[str, ...] = ()
     renames: str
 
-    def quantizes_to_fp8(self, quantization: Any) -> bool:  # noqa: ARG002 - a release may know a way
-        """Whether weights are loaded as they are trained and then quantized, by itself alone in each worker."""
-        return False
+    def quantizes_to_fp8(self, config: VllmConfig) -> bool:
+        """Whether weights are quantized on load, by each worker for itself alone; see [Note: quantized on load].
+
+        Workers that agree on scales while they quantize would wait for one that has failed.
+        """
+        raise NotImplementedError
 
     def missing_names(self) -> list[str]:
         """The names that refit uses and this vLLM lacks."""
@@ -101,7 +109,7 @@ class Release:
     def refusals(self, config: VllmConfig) -> Iterator[str]:
         """Why new weights would not reach everything that serves under a configuration, each with the way out."""
         quantization = config.quant_config
-        if quantization is not None and not _is_block_fp8(quantization) and not self.quantizes_to_fp8(quantization):
+        if quantization is not None and not _is_block_fp8(quantization) and not self.quantizes_to_fp8(config):
             yield (
                 f"trainers do not send them as they are quantized here ({quantization.get_name()}); start it from a "
                 "configuration without quantization_config (docs/engines.md says with which --quantization), or "

@@ -1,10 +1,4 @@
-"""vLLM 0.26.0, for torch 2.11. Its CPU build is tested with a trainer in the same environment.
-
-[Note: quantized on load] With ``--quantization fp8`` and the like, vLLM loads weights as they are trained, and then
-quantizes each layer, with a scale for the tensor that a worker holds, or for its channels or blocks. Its weight loaders
-know the weights as they are trained, so that is what a trainer sends, and the commit quantizes them as vLLM does after
-loading. The loaders of a checkpoint in FP8 with a scale for each tensor know E4M3 numbers and their scales instead.
-"""
+"""vLLM 0.26.0, for torch 2.11. Its CPU build is tested with a trainer in the same environment."""
 
 from __future__ import annotations
 
@@ -40,8 +34,9 @@ class Vllm026(Release):
         """Attention layers, which vLLM processes after all others."""
         return isinstance(layer, Attention | MLAAttention | MMEncoderAttention)
 
-    def quantizes_to_fp8(self, quantization: Any) -> bool:
+    def quantizes_to_fp8(self, config: VllmConfig) -> bool:
         """With ``--quantization`` ``fp8``, ``fp8_per_tensor``, ``fp8_per_channel`` or ``fp8_per_block``."""
+        quantization: Any = config.quant_config
         if type(quantization) is Fp8Config:
             return not quantization.is_checkpoint_fp8_serialized
         if type(quantization) is not OnlineQuantizationConfig:

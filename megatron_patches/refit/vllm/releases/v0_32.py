@@ -10,6 +10,7 @@ Differences from 0.26.0 that affect refit:
   loaded, but not when weights are replaced: experts would then compute with unpacked weights.
 - Weights can be mapped from a daemon's memory, which other engines map as well.
 - KV cache scales are no longer taken from requests (``--calculate-kv-scales`` is gone).
+- Workers that quantize what they load agree on the scales of tensors and channels of which each has a part.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
 
 from megatron_patches.refit.vllm.releases.release import Release
 
@@ -49,6 +56,18 @@ class Vllm032(Release):
     def is_deferred(self, layer: nn.Module) -> bool:
         """Attention layers that declare that vLLM must process them after all others."""
         return bool(is_deferred_attention_layer(layer))
+
+    def quantizes_to_fp8(self, config: VllmConfig) -> bool:
+        """With ``--quantization fp8_per_block``; in one worker also with ``fp8_per_tensor`` or ``fp8_per_channel``."""
+        quantization: Any = config.quant_config
+        if type(quantization) is not OnlineQuantizationConfig or quantization.args.targets is not None:
+            return False
+        parallel = config.parallel_config
+        known = [kFp8Static128BlockSym]
+        if parallel.tensor_parallel_size * parallel.prefill_context_parallel_size * parallel.data_parallel_size == 1:
+            known += [kFp8StaticTensorSym, kFp8StaticChannelSym]
+        specs = (quantization.args.linear, quantization.args.moe)
+        return all(spec is None or spec.weight is None or spec.weight in known for spec in specs)
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
         """Also refuses new options that keep weights elsewhere or derive them from other workers' weights."""
