@@ -71,8 +71,8 @@ class EtpWeightTransfer:
         if self._options.pause is PauseMode.ABORT:
             raise ValueError("options.pause is abort, and TRL would train on the aborted answers; use keep or wait")
         self.version = first_version - 1
-        self._config, self._startup_s, self._device = dict(config or {}), startup_s, device
-        self._copies: dict[str, torch.Tensor] = {}
+        self._config, self._startup_s = dict(config or {}), startup_s
+        self._copies = StayingCopies(device)
         self._group: ProcessGroup | None = None
         self._publisher: WeightPublisher | None = None
         self._handle: PublishHandle | None = None
@@ -103,7 +103,12 @@ class EtpWeightTransfer:
             RefitError: if names, shapes or dtypes differ from the first sync's, or a tensor is given twice; or if an
                 engine cannot be reached, refuses the model or fails, with its reason. Old weights serve.
         """
-        self._copy(iterator)
+        if self._publisher is None:
+            self._copies.free()  # those of an attempt that failed
+        self._copies.take(iterator)
+        self._publish()
+
+    def _publish(self) -> None:
         if self._publisher is None:
             self._publisher = self._new_publisher()
         self.version += 1
@@ -125,7 +130,7 @@ class EtpWeightTransfer:
         import torch.distributed as dist
 
         publisher, self._publisher, self._handle = self._publisher, None, None
-        self._copies = {}
+        self._copies.free()
         try:
             if publisher is not None:
                 publisher.close()
@@ -141,21 +146,36 @@ class EtpWeightTransfer:
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         publisher = WeightPublisher(
-            module_of(self._copies), config=self._config, options=self._options, group=self._group
+            module_of(self._copies.tensors), config=self._config, options=self._options, group=self._group
         )
         for engine in self._engines:
             publisher.attach(engine)
         return publisher
 
-    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies tensors into memory that stays.
+
+class StayingCopies:
+    """Copies of tensors in memory that stays from one sync to the next.
+
+    Args:
+        device: where they are; None for the device of each tensor.
+
+    Attributes:
+        tensors: the copies, by name.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies tensors.
 
         Raises:
             RefitError: if names, shapes or dtypes differ from before, there is no tensor, or one is given twice.
         """
         import torch
 
-        copies, is_first, given = self._copies, self._publisher is None, set[str]()
+        copies, is_first, given = self.tensors, not self.tensors, set[str]()
         if is_first:
             copies = {}
         for name, tensor in tensors:
@@ -171,11 +191,15 @@ class EtpWeightTransfer:
                 raise RefitError(f"{name} is {now}; in the first sync it was {before}, and it must stay the same")
             copy.copy_(tensor.detach())
         if not given:
-            raise RefitError("there are no tensors to send; TRL leaves out frozen parameters")
+            raise RefitError("there are no tensors to send (TRL leaves out frozen parameters)")
         missing = sorted(copies.keys() - given)
         if missing:
             raise RefitError(f"{missing[0]} was in the first sync and is no more; {len(missing)} in all are missing")
-        self._copies = copies
+        self.tensors = copies
+
+    def free(self) -> None:
+        """Lets go of the copies; the next sync makes others."""
+        self.tensors = {}
 
 
 def module_of(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:

@@ -15,12 +15,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer import ModuleSource, ParamMeta, WeightSource, WeightTransferTrainerFactory
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.terms import MemoryMode
@@ -49,33 +50,39 @@ def die_while_sending(url: str, workers: int, model: torch.nn.Module) -> None:
     trainer_engine(url, workers, model).send_weights()
 
 
-class Parts(ModuleSource):
-    """Of a rank that holds a part of the model."""
+class Whole(WeightSource):
+    """Yields whole tensors alone, and counts them.
 
-    def held_names(self) -> list[str]:
-        """Of that part, for vLLM 0.32."""
-        return ["lm_head.weight"]
+    Args:
+        model: the model.
+        is_part: whether the first rank is said to have one of its tensors alone.
+    """
 
-    def owned_names(self, rank: int) -> list[str]:
-        """Of that part, since vLLM 0.33."""
-        return ["lm_head.weight"] if rank == 0 else []
+    def __init__(self, model: torch.nn.Module, *, is_part: bool = False) -> None:
+        self._model, self._is_part = model, is_part
+        self.tensors = 0
 
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        """Since vLLM 0.33 a property."""
+        owners = [(1,) if self._is_part and number else None for number, _ in enumerate(self._model.parameters())]
+        return [
+            ParamMeta(name, one.dtype, one.shape, **({} if owned is None else {"owners": owned}))
+            for owned, (name, one) in zip(owners, self._model.named_parameters(), strict=True)
+        ]
 
-class Counted(ModuleSource):
-    """Counts its tensors."""
-
-    tensors = 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in super().__iter__():
-            self.tensors += 1
-            yield pair
+    def held_names(self) -> list[str] | None:
+        """For vLLM 0.32."""
+        return ["lm_head.weight"] if self._is_part else None
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Since vLLM 0.33."""
-        for pair in super().iter_full():
+        for pair in self._model.named_parameters():
             self.tensors += 1
             yield pair
+
+    __iter__ = iter_full
+    """For vLLM 0.32."""
 
 
 def refusals(model: torch.nn.Module) -> list[str]:
@@ -87,7 +94,7 @@ def refusals(model: torch.nn.Module) -> list[str]:
         lambda: own(1, rank=0, options=RefitOptions(memory=MemoryMode.IN_PLACE)),
         lambda: own(1, rank=0, options=RefitOptions(sleeping=SleepMode.WAKE)),
         lambda: factory.trainer_init(own(1, rank=0), client=client),
-        lambda: factory.trainer_init(own(1, rank=0), client=client, source=Parts(model)),
+        lambda: factory.trainer_init(own(1, rank=0), client=client, source=Whole(model, is_part=True)),
         lambda: factory.trainer_init(own(1, rank=0), client=client, source=ModuleSource(model)).send_weights(),
     ]
     said = []
@@ -96,7 +103,7 @@ def refusals(model: torch.nn.Module) -> list[str]:
             attempt()
         except (ValueError, RefitError) as error:
             said.append(str(error))
-    source = Counted(model)
+    source = Whole(model)
     factory.trainer_init(own(1, rank=1), client=client, source=source).send_weights()
     assert source.tensors == len(list(model.parameters()))  # and the client was not called
     return said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -68,6 +69,41 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
     ]
     assert [said[: len(start)] for said, start in zip(found["refusals"], refusals, strict=True)] == refusals
     assert "http://127.0.0.1:9" in found["refusals"][-1]
+
+
+@pytest.mark.skipif(engine_release() in ("0.26.0", "0.32.0"), reason="its sources do not tell which rank holds what")
+def test_each_rank_sends_what_it_holds_and_all_learn_what_fails_on_one(tmp_path: Path) -> None:
+    """Three ranks, of which FSDP2 gives each another part."""
+    folders = {seed: str(tmp_path / f"model_{seed}") for seed in (1, 2)}
+    run_megatron(export_all_body, 1, args=(Case(TrainerMesh(), (), QWEN3), folders), timeout_s=180)
+    fresh = {}
+    for seed, folder in folders.items():
+        (place := tmp_path / f"fresh_{seed}").mkdir()
+        with VllmHost(Path(folder), place, tensor_parallel_size=2) as host:
+            fresh[seed] = host.connect().parameters()
+    (place := tmp_path / "server").mkdir()
+    extension = "tests.support.vllm_votes.SabotagedWorker"
+    arguments = ("--tensor-parallel-size", "2", "--worker-extension-cls", extension)
+    with vllm_server(QWEN3, place, *arguments, spawned=True) as server:
+        ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "tests.integration.contract_ranks")
+        done = subprocess.run(
+            [engine_python(), *ranks, server.url, "2", *folders.values()],
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        said = server.log()
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:] + said[-4000:]
+    labels, held, reasons = zip(*json.loads(done.stdout.splitlines()[-1]), strict=True)
+    assert labels == ("1", "1", "1", "4")
+    assert held == (fresh[1], fresh[1], fresh[1], fresh[2])
+    assert fresh[1] != fresh[2]
+    sent, lost, voted_down, last = reasons
+    assert sent == last == ["", "", ""]
+    assert all(re.search(r"trainer rank 1 on .*: ValueError: this rank has lost its weights", one) for one in lost)
+    assert all("version 3 was not taken" in one for one in voted_down)
 
 
 @pytest.mark.xdist_group("ray")  # the other test and this one share nothing, and are most of `make test-vllm`

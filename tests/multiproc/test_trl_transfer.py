@@ -61,11 +61,11 @@ def test_copies_stay_where_they_are_and_are_contiguous(engine: PlainEngine) -> N
         sent["type.weight"] = sent["type.weight"].t().contiguous().t()  # as a transposed weight
         sync(transfer, sent)
         assert engine.run("content") == (number, bodies.content(sent))
-        addresses.append({name: copy.data_ptr() for name, copy in transfer._copies.items()})
+        addresses.append({name: copy.data_ptr() for name, copy in transfer._copies.tensors.items()})
     assert addresses[0] == addresses[1]
     assert not addresses[0].items() & {name: tensor.data_ptr() for name, tensor in sent.items()}.items()
     transfer.destroy()
-    assert transfer._copies == {}
+    assert transfer._copies.tensors == {}
 
 
 def test_a_module_of_tensors_has_their_names() -> None:
@@ -82,7 +82,7 @@ def without(name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ({}, "there are no tensors to send; TRL leaves out frozen parameters"),
+        ({}, r"there are no tensors to send \(TRL leaves out frozen parameters\)"),
         (without("scale"), "scale was in the first sync and is no more; 1 in all are missing"),
         (tensors() | {"more": torch.ones(2)}, r"more is torch.float32 \(2,\); in the first sync it was absent"),
         (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -207,16 +207,27 @@ def _extent_of_dtensor(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tup
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedModelError(f"{name} is a DTensor over {mesh}, of which this rank is no part")
+    start, extent = cut_out(shape, [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in _cuts(name, tensor)])
+    held = tuple(tensor.to_local().shape)
+    if held != extent:
+        raise RefitError(f"{name} has a local tensor of shape {held}; its placements {tensor.placements} say {extent}")
+    return shape, start, extent
+
+
+def cut_out(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First index and shape of what cuts leave of a tensor, each of which cuts what is left as torch.chunk does.
+
+    Args:
+        shape: of the whole tensor.
+        cuts: the dimension that each cuts, the number of its pieces, and which of them is kept. A piece may be empty.
+    """
     start, extent = [0] * len(shape), list(shape)
-    for axis, dim in _cuts(name, tensor):
-        each = -(-extent[dim] // mesh.size(axis))  # as torch.chunk cuts
-        low = min(coordinate[axis] * each, extent[dim])
+    for dim, pieces, kept in cuts:
+        each = -(-extent[dim] // pieces)
+        low = min(kept * each, extent[dim])
         start[dim] += low
         extent[dim] = min(each, extent[dim] - low)
-    held = tuple(tensor.to_local().shape)
-    if held != tuple(extent):
-        raise RefitError(f"{name} has a local tensor of shape {held}; its placements {tensor.placements} say {extent}")
-    return shape, tuple(start), tuple(extent)
+    return tuple(start), tuple(extent)
 
 
 def _cuts(name: str, tensor: DTensor) -> list[tuple[int, int]]:
