@@ -47,10 +47,10 @@ class MatrixPlan:
         Matrices go to the rank with the least work so far, the most expensive ones first.
 
         Args:
-            layouts: of at least one matrix.
+            layouts: of the matrices; possibly none.
             round_numel: elements of whole matrices that a rank has in one round, unless it has a single matrix.
         """
-        size = layouts[0].num_shards
+        size = layouts[0].num_shards if layouts else 0
         work = [0] * size
         rounds: list[list[list[int]]] = []
         # For each rank, the elements in its last round, and the index of that round.
@@ -151,6 +151,7 @@ class MatrixExchange:
 
     def run(
         self,
+        member: Shard,
         shards: Sequence[Shard],
         send: Callable[[int], torch.Tensor],
         compute: Callable[[int, torch.Tensor], torch.Tensor],
@@ -159,7 +160,8 @@ class MatrixExchange:
         """:func:`on_owners` for the matrices of these shards, whose indices are theirs. Collective.
 
         Args:
-            shards: of matrices of one process group, cut into more than one shard, in the same order on all ranks.
+            member: one of the optimizer's shards of this process group, which are cut into more than one.
+            shards: those to be stepped, in the same order on all ranks; possibly none.
             send: as for :func:`on_owners`.
             compute: likewise.
             receive: likewise.
@@ -168,16 +170,16 @@ class MatrixExchange:
             PeerMismatchError: if the ranks would step different ones; on GPUs, on the ranks whose matrices are others
                 than in their step before. The others wait for these until their timeout.
         """
-        group, routes = shards[0].group, shards[0].driver.routes
+        group, routes = member.group, member.driver.routes
         matrices = known = self._latest.get(group)
-        if matrices is None or not matrices.are_of(shards):
-            matrices = _Matrices.of(shards)
+        if matrices is None or not matrices.are_of(shards, member.device):
+            matrices = _Matrices.of(shards, member.device)
         # In every step, because a rank does not know whether its peers have others than before. On GPUs the host waits
         # for the answer only where it must have changed.
         label = "all-gather of the matrices that have gradients"
         everyone = routes.gather_numbers(matrices.digest, group, label)
         if matrices is not known or everyone.device.type == "cpu":
-            _require_equal(everyone.tolist(), shards)
+            _require_equal(everyone.tolist(), group, shards)
         self._latest[group] = matrices
         on_owners(routes, matrices.plan, group, send, compute, receive)
 
@@ -197,28 +199,29 @@ class _Matrices:
     digest: torch.Tensor
 
     @classmethod
-    def of(cls, shards: Sequence[Shard]) -> Self:
+    def of(cls, shards: Sequence[Shard], device: torch.device) -> Self:
         names = "\n".join(map(_described, shards))
         numbers = len(shards), int.from_bytes(hashlib.sha256(names.encode()).digest()[:7])
-        digest = torch.tensor(numbers, dtype=torch.int64, device=shards[0].device)
+        digest = torch.tensor(numbers, dtype=torch.int64, device=device)
         return cls(list(shards), MatrixPlan.balanced([shard.layout for shard in shards]), digest)
 
-    def are_of(self, shards: Sequence[Shard]) -> bool:
-        """Whether they are the matrices of ``shards``, on the same device."""
-        return [*map(id, self.shards)] == [*map(id, shards)] and self.digest.device == shards[0].device
+    def are_of(self, shards: Sequence[Shard], device: torch.device) -> bool:
+        """Whether they are the matrices of ``shards``, compared on this device."""
+        return [*map(id, self.shards)] == [*map(id, shards)] and self.digest.device == device
 
 
 def _described(shard: Shard) -> str:
     return f"{shard.fqn} {shard.layout.shape}"
 
 
-def _require_equal(digests: list[list[int]], shards: Sequence[Shard]) -> None:
+def _require_equal(digests: list[list[int]], group: dist.ProcessGroup, shards: Sequence[Shard]) -> None:
     """Raise PeerMismatchError unless the ranks' digests of their matrices are equal."""
     if any(each != digests[0] for each in digests):
-        ranks = dist.get_process_group_ranks(shards[0].group)
+        ranks = dist.get_process_group_ranks(group)
+        first = f"begins with {_described(shards[0])}" if shards else "has none"
         counts = {rank: each[0] for rank, each in zip(ranks, digests, strict=True)}
         raise PeerMismatchError(
             "Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
-            f"by rank, their numbers are {counts}, and rank {dist.get_rank()} begins with {_described(shards[0])}. "
+            f"by rank, their numbers are {counts}, and rank {dist.get_rank()} {first}. "
             "Give all ranks the same parameters, and clear gradients on all of them or on none"
         )

@@ -131,19 +131,23 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shared: dict[dist.ProcessGroup, list[_Update]] = {}
+        # Of each process group, any shard, and what is to be stepped. Ranks without gradients take part, too.
+        shared: dict[dist.ProcessGroup, tuple[ETPShardedParam, list[_Update]]] = {}
         for group in self.param_groups:
             options = _Options.of(group)
             for param in group["params"]:
+                is_shared = isinstance(param, ETPShardedParam) and param.ndim == 2 and param.layout.num_shards > 1
+                if is_shared:
+                    shared.setdefault(param.group, (param, []))
                 if param.grad is None:
                     continue
                 update = self._update(param, options)
-                if isinstance(param, ETPShardedParam) and param.ndim == 2 and param.layout.num_shards > 1:
-                    shared.setdefault(param.group, []).append(update)
+                if is_shared:
+                    shared[param.group][1].append(update)
                 else:
                     _step_alone(update)
-        for updates in shared.values():
-            self._step_together(updates)
+        for member, updates in shared.values():
+            self._step_together(member, updates)
         return loss
 
     def _update(self, param: torch.Tensor, options: _Options) -> _Update:
@@ -154,9 +158,10 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
         return _Update(param, grad, state["momentum_buffer"], options)
 
-    def _step_together(self, updates: list[_Update]) -> None:
+    def _step_together(self, member: ETPShardedParam, updates: list[_Update]) -> None:
         shards = [update.param for update in updates if isinstance(update.param, ETPShardedParam)]
         self._exchange.run(
+            member,
             shards,
             send=lambda index: updates[index].advance_momentum(),
             compute=lambda index, momentum: updates[index].options.orthogonalized(momentum),

@@ -48,22 +48,27 @@ class ShardedMuon(TensorParallelMuon):
         if closure is not None:
             raise ValueError("Megatron's Muon takes no closure; compute gradients before the step")
         shards = {getattr(shard, "main_param", shard): shard for shard in self._shards}
-        shared: dict[dist.ProcessGroup, list[_Update]] = {}
+        # Of each process group, any shard, and what is to be stepped. Ranks without gradients take part, too.
+        shared: dict[dist.ProcessGroup, tuple[MegatronShardedParam, list[_Update]]] = {}
         for group in self.param_groups:
             self._init_group(group)
             for param in group["params"]:
+                shard = shards.get(param)
+                if shard is not None:
+                    shared.setdefault(shard.group, (shard, []))
                 if param.grad is None:
                     continue
-                update = _Update(self, param, group, shards.get(param))
-                if update.shard is None:
+                update = _Update(self, param, group, shard)
+                if shard is None:
                     update.apply(update.orthogonalized(update.advance_momentum()))
                 else:
-                    shared.setdefault(update.shard.group, []).append(update)
-        for updates in shared.values():
-            self._step_together(updates)
+                    shared[shard.group][1].append(update)
+        for member, updates in shared.values():
+            self._step_together(member, updates)
 
-    def _step_together(self, updates: list[_Update]) -> None:
+    def _step_together(self, member: MegatronShardedParam, updates: list[_Update]) -> None:
         self._exchange.run(
+            member,
             [update.shard for update in updates if update.shard is not None],
             send=lambda index: updates[index].advance_momentum(),
             compute=lambda index, whole: updates[index].orthogonalized(whole),

@@ -182,8 +182,8 @@ def test_each_stacked_expert_is_a_matrix(world_size: int) -> None:
         assert torch.equal(found, torch.stack([expert.detach() for expert in experts]))
 
 
-def step_differently(rank: int, world_size: int, models: list[nn.Module], after_another: bool) -> str:
-    """What is raised where one rank has no gradient of the first matrix, perhaps after a step with all of them."""
+def step_differently(rank: int, world_size: int, models: list[nn.Module], missing: int, after_another: bool) -> str:
+    """What is raised where one rank has no gradients of the first matrices, perhaps after a step with all of them."""
     del world_size
     mine = models[rank]
     etp.shard_module(mine, dist.group.WORLD, replicated_modules=[mine[2]])  # type: ignore[index]
@@ -194,18 +194,23 @@ def step_differently(rank: int, world_size: int, models: list[nn.Module], after_
     if after_another:
         optimizer.step()
     if rank == 1:
-        params[0].grad = None
+        for param in params[:missing]:
+            param.grad = None
     with pytest.raises(etp.PeerMismatchError) as raised:
         optimizer.step()
     return str(raised.value)
 
 
 @pytest.mark.parametrize("after_another", [False, True])
-def test_gradients_of_different_matrices_are_refused_on_every_rank(after_another: bool) -> None:
+@pytest.mark.parametrize(("missing", "left", "first"), [(1, 4, r"begins with 1\.weight"), (6, 0, "has none")])
+def test_gradients_of_different_matrices_are_refused_on_every_rank(
+    missing: int, left: int, first: str, after_another: bool
+) -> None:
     models = [model(torch.float32) for _ in range(2)]
-    for rank, message in enumerate(run_threads(step_differently, 2, models, after_another)):
-        assert "by rank, their numbers are {0: 5, 1: 4}" in message
-        assert re.search(rf"rank {rank} begins with {rank}.weight", message)
+    messages = run_threads(step_differently, 2, models, missing, after_another)
+    for rank, message in enumerate(messages):
+        assert f"by rank, their numbers are {{0: 5, 1: {left}}}" in message
+        assert re.search(rf"rank {rank} {(r'begins with 0.weight', first)[rank]}", message)
 
 
 def use_closure(rank: int, world_size: int, models: list[nn.Module]) -> tuple[float, bool]:
