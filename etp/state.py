@@ -54,11 +54,11 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     """
     own = module.state_dict(keep_vars=True)
     names_by_group = _names_by_group(module, own)
-    checked: Mapping[str, Any] | ValueError = state
+    checked: Mapping[str, Any] | Exception = state
     try:
         refuse_hidden_shards(module, own)
         _check_names_and_shapes(own, state)
-    except ValueError as error:
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know; a lazy state reads files
         checked = error
     unless_refused(checked, list(names_by_group), "load_full_state_dict")
     for group, names in names_by_group.items():

@@ -104,7 +104,7 @@ def shard_module(
     planned: _Plan | Exception
     try:
         planned = _plan(module, replicated_modules, runtime, groups)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
         planned = error
     used = dict.fromkeys(groups if experts else [etp_group])
     plan = unless_refused(planned, list(used), "shard_module")

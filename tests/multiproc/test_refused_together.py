@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -34,6 +34,19 @@ def _kept(model: nn.Sequential) -> nn.Module:
     return model
 
 
+class _Unreadable(nn.Linear):
+    """A layer whose parameters are found in a way of its own, which fails."""
+
+    def named_parameters(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Parameter]]:
+        del args, kwargs
+        raise OSError("cannot read 0.weight")
+
+
+def _unreadable(model: nn.Sequential) -> nn.Module:
+    model[0].__class__ = _Unreadable
+    return model
+
+
 def _wrapped(model: nn.Sequential) -> nn.Module:
     alone = [dist.new_group([peer], use_local_synchronization=True) for peer in (dist.get_rank(),)]
     return nn.Sequential(nn.parallel.DistributedDataParallel(model, process_group=alone[0]))
@@ -44,6 +57,7 @@ CASES: dict[str, tuple[Callable[[nn.Sequential], nn.Module], str, str]] = {
     "gradient": (_with_gradient, "ValueError", "0.weight has a gradient already"),
     "meta": (_meta, "ValueError", "0.weight is on the meta device"),
     "kept": (_kept, "ValueError", "the module keeps 0.weight in its attribute kept"),
+    "unreadable": (_unreadable, "OSError", "cannot read 0.weight"),
     "wrapped": (_wrapped, "ValueError", "0 is a DistributedDataParallel"),
 }
 
@@ -58,8 +72,10 @@ def refused_by_one(rank: int, world_size: int, case: str, refusing: int) -> tupl
     spoilt = CASES[case][0](fresh()) if rank == refusing else fresh()
     try:
         etp.shard_module(spoilt, dist.group.WORLD)
-    except (ValueError, etp.EtpError) as error:
+    except (OSError, ValueError, etp.EtpError) as error:
         answer = type(error).__name__, str(error)
+    if case == "unreadable" and rank == refusing:
+        spoilt[0].__class__ = nn.Linear
     assert not any(isinstance(param, etp.ETPShardedParam) for param in spoilt.parameters())
     torch.manual_seed(2)
     model = fresh()
@@ -105,16 +121,23 @@ def test_a_refusal_crosses_from_one_group_to_another() -> None:
         assert message.startswith("shard_module: rank 3 refuses: ValueError: dense.weight has gradient hooks")
 
 
-def incomplete_on_one(rank: int, world_size: int, refusing: int) -> tuple[str, str]:
-    """The error of each rank where one's state lacks an entry; then all of them load."""
+class Unreadable(dict[str, torch.Tensor]):
+    """A state that reads its entries when they are asked for, from a file that is gone."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        raise OSError(f"cannot read {name}")
+
+
+def loaded_by_all_but_one(rank: int, world_size: int, refusing: int, readable: bool) -> tuple[str, str]:
+    """The error of each rank where one's state lacks an entry, or cannot be read; then all of them load."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)).to(device())
     etp.shard_module(model, dist.group.WORLD)
     state = {name: value + 1 for name, value in etp.full_state_dict(model).items()}
-    incomplete = {name: value for name, value in state.items() if rank != refusing or name != "1.bias"}
+    incomplete = {name: value for name, value in state.items() if name != "1.bias"} if readable else Unreadable(state)
     try:
-        etp.load_full_state_dict(model, incomplete)
-    except (ValueError, etp.EtpError) as error:
+        etp.load_full_state_dict(model, incomplete if rank == refusing else state)
+    except (OSError, ValueError, etp.EtpError) as error:
         answer = type(error).__name__, str(error)
     etp.load_full_state_dict(model, state)
     assert all(torch.equal(value, state[name]) for name, value in etp.full_state_dict(model).items())
@@ -122,10 +145,14 @@ def incomplete_on_one(rank: int, world_size: int, refusing: int) -> tuple[str, s
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
-def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all(refusing: int) -> None:
-    for rank, (found, text) in enumerate(run_distributed(incomplete_on_one, 2, args=(refusing,))):
+@pytest.mark.parametrize(
+    ("readable", "reason"),
+    [(True, "ValueError: the state does not fit the module: missing 1.bias"), (False, "OSError: cannot read 0.weight")],
+)
+def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all(readable: bool, reason: str, refusing: int) -> None:
+    for rank, (found, text) in enumerate(run_distributed(loaded_by_all_but_one, 2, args=(refusing, readable))):
         if rank == refusing:
-            assert (found, text) == ("ValueError", "the state does not fit the module: missing 1.bias")
+            assert f"{found}: {text}" == reason
         else:
             assert found == "PeerMismatchError"
-            assert text.startswith(f"load_full_state_dict: rank {refusing} refuses: ValueError: the state does not fit")
+            assert text.startswith(f"load_full_state_dict: rank {refusing} refuses: {reason}")
