@@ -99,11 +99,12 @@ def _outer_weights(
     traits = family.traits
     multiple = options.vocab_multiple * mesh.tp
     table = (-(-traits.vocab_size // multiple) * multiple, traits.hidden_size)
-    if first or (last and traits.mtp_layers):
+    has_embedding = first or (last and traits.mtp_layers > 0)
+    if has_embedding:
         yield Weight("embedding.word_embeddings.weight", table, {}, 0)
     if last:
         yield Weight(family.final_norm, (traits.hidden_size,), {})
-        if not (first and traits.tied_embeddings):  # if tied, the first and the last stage each keep the table
+        if not (has_embedding and traits.tied_embeddings):  # if tied, the first and the last stage each keep one table
             yield Weight("output_layer.weight", table, {}, 0)
 
 

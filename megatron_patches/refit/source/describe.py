@@ -70,14 +70,25 @@ def describe_model(
 
 
 def _kept_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers."""
+    """Parameters and persistent buffers, without an output layer that is not used."""
     for restore in float32_keepers(model):
         restore()
-    yield from model.named_parameters()
+    unused = _unused_output_weight(model)
+    yield from ((name, param) for name, param in model.named_parameters() if param is not unused)
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def _unused_output_weight(model: torch.nn.Module) -> torch.Tensor | None:
+    """The weight of an output layer that Megatron makes, but calls with the embedding, which it is tied to, instead.
+
+    Megatron does so on a last stage that has the embedding, too, for multi-token prediction. Nothing trains it.
+    """
+    if not getattr(model, "share_embeddings_and_output_weights", False) or not hasattr(model, "embedding"):
+        return None
+    return getattr(getattr(model, "output_layer", None), "weight", None)
 
 
 def float32_keepers(model: torch.nn.Module) -> list[Callable[[], None]]:

@@ -52,7 +52,10 @@ def load_api() -> Any:
             return importlib.import_module(f"{name}._api")
         except ImportError as error:
             reasons.append(str(error))
-    raise RefitError(f"the transport nixl needs the package nixl (pip install nixl): {'; '.join(reasons)}")
+    raise RefitError(
+        "the transport nixl needs the package nixl, which cannot be imported here; install it (pip install nixl), or "
+        f"choose another transport: {'; '.join(reasons)}"
+    )
 
 
 class MemoryRange(NamedTuple):

@@ -246,6 +246,18 @@ def test_memory_is_plain_whatever_class_a_weight_is_of() -> None:
     assert weight.shape == (4, 6)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_layer_that_is_called_with_the_embedding_is_not_described(tied: bool) -> None:
+    """As on a last stage with multi-token prediction, where Megatron makes both."""
+    model = Model()
+    model.add_module("embedding", nn.Embedding(6, 4))
+    model.add_module("output_layer", nn.Linear(4, 6, bias=False))
+    vars(model)["share_embeddings_and_output_weights"] = tied
+    names = {item.shard.name for item in describe_model([model])}
+    assert "embedding.weight" in names
+    assert ("output_layer.weight" in names) != tied
+
+
 def test_one_tensor_is_made_for_each_weight() -> None:
     """Each object that lives through a push brings Python's next full garbage collection closer."""
     memory = prepared(Model())
