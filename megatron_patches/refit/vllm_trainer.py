@@ -32,9 +32,9 @@ from vllm.distributed.weight_transfer import (
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from megatron_patches.refit.control.exchange import describe_error
+from megatron_patches.refit.control.exchange import default_exchange, describe_error, on_first
 from megatron_patches.refit.control.messages import Held
-from megatron_patches.refit.errors import PartyFailedError, RefitError, UnsupportedEngineError
+from megatron_patches.refit.errors import RefitError, UnsupportedEngineError
 from megatron_patches.refit.parties.terms import MemoryMode
 from megatron_patches.refit.ray_engine import name_of
 from megatron_patches.refit.source.live_memory import LiveTensor
@@ -212,26 +212,23 @@ class _OfAllRanks:
 
     def __init__(self, source: Any, engines: Sequence[ContractEngine], init_info: EtpTrainerInitInfo) -> None:
         self._source = _Pieces(source, init_info.rank, init_info.config)
-        self._engines, self._options, self._is_first = engines, _options(init_info), init_info.is_sender
+        self._engines, self._options, self._exchange = engines, _options(init_info), default_exchange()
         self.version = init_info.first_version - 1
         self._publisher: WeightPublisher | None = None
 
     def send(self) -> None:
         self._source.copy()
         if self._publisher is None:
-            self._publisher = WeightPublisher(self._source, options=self._options)
-            for engine in self._engines:
-                self._publisher.attach(engine)
+            publisher = self._publisher = WeightPublisher(self._source, options=self._options)
+            on_first(self._exchange, lambda: self._attach_to(publisher))
         self.version += 1
-        try:
-            report = self._publisher.publish(self.version).result()
-            if self._is_first:
-                report.check_served(all_must=self._options.on_engine_failure is OnEngineFailure.RAISE)
-        except PartyFailedError as error:  # of the publishing, on all ranks; of a commit, on the first one
-            _of_the_first_rank(str(error))
-            raise
-        if (failure := _of_the_first_rank(None)) is not None:
-            raise RefitError(failure)
+        handle = self._publisher.publish(self.version)  # raises on all ranks or on none
+        all_must = self._options.on_engine_failure is OnEngineFailure.RAISE
+        on_first(self._exchange, lambda: handle.result().check_served(all_must=all_must))
+
+    def _attach_to(self, publisher: WeightPublisher) -> None:
+        for engine in self._engines:
+            publisher.attach(engine)
 
     def destroy(self) -> None:
         publisher, self._publisher = self._publisher, None
@@ -303,15 +300,6 @@ def _extent_of(meta: Any, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     # vLLM has Shard, with a dim, and Replicate.
     cuts = [(placement.dim, size, int(at)) for placement, size, at in axes if hasattr(placement, "dim")]
     return cut_out(meta.shape, cuts)
-
-
-def _of_the_first_rank(failure: str | None) -> str | None:
-    """Why the first rank failed, on all ranks; None if it did not."""
-    if not dist.is_initialized():
-        return failure
-    said = [failure]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]
 
 
 def _options(init_info: EtpTrainerInitInfo) -> RefitOptions:
