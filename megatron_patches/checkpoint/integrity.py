@@ -23,7 +23,8 @@ _DCP = "torch.distributed.checkpoint"
 _CLASSES: dict[str, str] = {
     f"{_DCP}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata "
     "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
-    f"{_DCP}.filesystem": "_StorageInfo",
+    f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+    f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata",
     "torch": "Size",
     "torch.serialization": "_get_layout",

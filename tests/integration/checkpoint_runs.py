@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import megatron_patches
 from tests.integration.megatron_run import train
@@ -204,11 +206,14 @@ def finalize_on_a_full_disk(rank: int, world_size: int, folder: str) -> list[str
 def stored(rank: int, world_size: int, directory: str) -> bytes:
     """Every tensor of the checkpoint in ``directory``, whole, packed."""
     del rank, world_size
-    megatron_patches.apply()
-    from megatron.core import dist_checkpointing
-
-    loaded = dist_checkpointing.load_plain_tensors(directory)
-    return pack({key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)})
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in stored.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    dcp.load(found, storage_reader=dcp.FileSystemReader(directory))
+    return pack(found)
 
 
 @contextlib.contextmanager

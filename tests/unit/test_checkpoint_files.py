@@ -57,6 +57,17 @@ def test_a_longer_file_is_no_problem(folder: Path) -> None:
     assert find(folder) is None
 
 
+def test_an_index_that_keeps_the_plans_of_its_save_is_read(folder: Path) -> None:
+    """Megatron adds them to the index, and PyTorch 2.15 writes what was added, too."""
+    shards = {"a": torch.randn(4, 2), "b": 3}
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(shards, is_coordinator=True)
+    index.all_local_plans = dcp.FileSystemWriter(folder).prepare_global_plan([planner.create_local_plan()])
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    assert find(folder) is None
+
+
 def cut(name: str, size: int) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         (file,) = folder.glob(name)

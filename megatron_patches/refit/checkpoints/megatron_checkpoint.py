@@ -151,6 +151,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
+    from megatron_patches.checkpoint.integrity import read_index
     from megatron_patches.refit.source.describe import unwrapped_chunk
 
     inner: list[Any] = [unwrapped_chunk(chunk) for chunk in chunks]
@@ -158,7 +159,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
         _require_unchanged(directory)
         metadata = dist_checkpointing.load_content_metadata(str(directory)) or {}
         state = {f"model{n}": chunk.sharded_state_dict(prefix="", metadata=metadata) for n, chunk in enumerate(inner)}
-        _name_norms_as_saved(state, frozenset(dist_checkpointing.load_tensors_metadata(str(directory))))
+        _name_norms_as_saved(state, frozenset(read_index(directory).state_dict_metadata))
         loaded = dist_checkpointing.load(state, str(directory))
         for number, chunk in enumerate(inner):
             chunk.load_state_dict(loaded[f"model{number}"], strict=True)
@@ -195,7 +196,7 @@ def _name_norms_as_saved(state: dict[str, Any], saved: frozenset[str]) -> None:
 
     Args:
         state: entries of Megatron's sharded state dict, whose ``key`` is changed in place.
-        saved: names of the checkpoint's tensors.
+        saved: names of the checkpoint's entries.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
