@@ -295,6 +295,7 @@ def test_without_shards_megatrons_default_layout_is_loaded(megatron: MegatronPoo
     assert loaded.losses == saved.losses[SAVED_STEP:]
 
 
+@pytest.mark.quick
 @pytest.mark.cpu_only("GPUs have a random state that no data loader draws from")
 def test_a_resumed_run_continues_with_the_same_random_numbers(megatron: MegatronPool, tmp_path: Path) -> None:
     model = LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1")
