@@ -70,7 +70,8 @@ def _compact(  # type: ignore[no-untyped-def]
     # As in `delta`: where places begin, whether they are indices, and whether all that is less than the whole.
     places = (changed * width + 3) // 4 * 4
     bitmap_bytes = (count + _GROUP - 1) // _GROUP
-    indexed = (count <= 1 << 32) & (4 * changed <= bitmap_bytes)
+    # At most 2^32 elements, written with a number that fits into the 32 bits that "count" may have.
+    indexed = ((count - 1) // 4 < 1 << 30) & (4 * changed <= bitmap_bytes)
     # Divided, because of a load of 2 GiB the size does not fit into the 32 bits of "count".
     if (places + tl.where(indexed, 4 * changed, bitmap_bytes)) // width >= count:
         tl.store(into + begin + at, value, mask=held)
