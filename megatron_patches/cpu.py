@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 
 from etp.config import TransportName
-from megatron_patches import gloo_threads, latent_projections
+from megatron_patches import gloo_threads, latent_projections, uneven_gathers
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
 
@@ -146,6 +146,7 @@ def records() -> tuple[PatchRecord, ...]:
         *_tensor_records(),
         *_megatron_records(),
         latent_projections.RECORD,
+        uneven_gathers.RECORD,
     )
 
 
