@@ -396,7 +396,21 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             reason="it computes heads whose values are narrower than their keys, but does not take the widths",
             sha256="a03e05a45275648c",
         ),
+        PatchRecord(
+            target="megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
+            replace=_reduce_over_several,
+            reason="of one rank it returns a view, to which experts without parallelism cannot add their bias in place",
+            sha256="7be87b901bc3a4ff",
+        ),
     )
+
+
+def _reduce_over_several(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def replacement(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+        return input_ if group is not None and group.size() == 1 else original(input_, group)
+
+    return replacement
 
 
 def _attention_with_widths(original: Callable[..., None]) -> Callable[..., None]:

@@ -352,6 +352,7 @@ CASES = (
         "--etp-size 2",
         common=f"{MOE} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--moe-expert-capacity-factor 1",
+        cpu_only="NCCL gathers parts of any size",
     ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case(
@@ -450,6 +451,15 @@ CASES = (
     ),
     # Experts on two ranks, each whole on both without shards.
     Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE, variant=True),
+    # Without expert parallelism, a layer adds the bias of an expert in place.
+    Case(
+        "moe_etp2_expert_etp2_biases",
+        2,
+        "--etp-size 2 --expert-etp-size 2",
+        model=GPT2,
+        common=MOE,
+        cpu_only="Megatron's own layers add it in place",
+    ),
     Case(
         "moe_etp2_expert_etp2_recomputed",
         2,

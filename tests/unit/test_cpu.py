@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -95,6 +96,19 @@ def test_norms_are_marked_for_sequence_parallelism() -> None:
     assert config.sequence_parallel
     plain = build(object, argparse.Namespace(sequence_parallel=False))
     assert [getattr(parameter, "sequence_parallel", False) for parameter in plain.parameters()] == [False, False]
+
+
+def test_what_one_rank_computed_is_not_reduced() -> None:
+    def negated(tensor: torch.Tensor, _group: object) -> torch.Tensor:
+        return -tensor
+
+    target = "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region"
+    reduce = RECORDS[target].replace(negated)
+    tensor = torch.randn(2)
+    one, two = (types.SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
+    assert reduce(tensor, group=one) is tensor
+    assert torch.equal(reduce(tensor, group=two), -tensor)
+    assert torch.equal(reduce(tensor), -tensor)
 
 
 @pytest.fixture
