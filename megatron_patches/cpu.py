@@ -396,19 +396,25 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             reason="it computes heads whose values are narrower than their keys, but does not take the widths",
             sha256="a03e05a45275648c",
         ),
-        PatchRecord(
-            target="megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
-            replace=_reduce_over_several,
-            reason="of one rank it returns a view, to which experts without parallelism cannot add their bias in place",
-            sha256="7be87b901bc3a4ff",
+        *(
+            PatchRecord(
+                target=f"megatron.core.tensor_parallel.mappings:{name}",
+                replace=_reduce_over_several,
+                reason="of one rank it returns a view, to which experts that are not cut cannot add a bias in place",
+                sha256=sha256,
+            )
+            for name, sha256 in (
+                ("reduce_from_tensor_model_parallel_region", "7be87b901bc3a4ff"),
+                ("reduce_scatter_to_sequence_parallel_region", "d02d50d7fdbf2882"),
+            )
         ),
     )
 
 
 def _reduce_over_several(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
-    def replacement(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-        return input_ if group is not None and group.size() == 1 else original(input_, group)
+    def replacement(input_: torch.Tensor, group: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ if group is not None and group.size() == 1 else original(input_, group, *args, **kwargs)
 
     return replacement
 

@@ -451,7 +451,16 @@ CASES = (
     ),
     # Experts on two ranks, each whole on both without shards.
     Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE, variant=True),
-    # Without expert parallelism, a layer adds the bias of an expert in place.
+    # Without expert parallelism, a layer adds the bias of an expert in place. Where attention is cut, experts are not.
+    Case(
+        "moe_tp2_etp2_expert_etp2_biases",
+        4,
+        "--etp-size 2 --expert-etp-size 2",
+        model=GPT2,
+        common=f"{MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+        cpu_only="Megatron's own layers add it in place",
+        variant=True,
+    ),
     Case(
         "moe_etp2_expert_etp2_biases",
         2,

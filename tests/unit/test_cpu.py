@@ -98,17 +98,19 @@ def test_norms_are_marked_for_sequence_parallelism() -> None:
     assert [getattr(parameter, "sequence_parallel", False) for parameter in plain.parameters()] == [False, False]
 
 
-def test_what_one_rank_computed_is_not_reduced() -> None:
-    def negated(tensor: torch.Tensor, _group: object) -> torch.Tensor:
-        return -tensor
+@pytest.mark.parametrize(
+    "name", ["reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"]
+)
+def test_what_one_rank_computed_is_not_reduced(name: str) -> None:
+    def negated(tensor: torch.Tensor, _group: object, *, use_global_buffer: bool = False) -> torch.Tensor:
+        return -tensor - int(use_global_buffer)
 
-    target = "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region"
-    reduce = RECORDS[target].replace(negated)
+    reduce = RECORDS[f"megatron.core.tensor_parallel.mappings:{name}"].replace(negated)
     tensor = torch.randn(2)
     one, two = (types.SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
     assert reduce(tensor, group=one) is tensor
     assert torch.equal(reduce(tensor, group=two), -tensor)
-    assert torch.equal(reduce(tensor), -tensor)
+    assert torch.equal(reduce(tensor, use_global_buffer=True), -tensor - 1)
 
 
 @pytest.fixture
