@@ -486,13 +486,17 @@ def check_layers(args: argparse.Namespace) -> None:
     """
     if args.transformer_impl != "local":
         return
-    megatrons_hybrid = args.hybrid_layer_pattern is not None and (args.spec or ["megatron."])[0].startswith("megatron.")
+    megatrons = (args.spec or ["megatron."])[0].startswith("megatron.")
+    megatrons_hybrid = args.hybrid_layer_pattern is not None and megatrons
     # Megatron frees the outputs of these, and asks Transformer Engine first whether FP8 is on.
     recomputed = sorted({"gdn_norm_out", "layernorm", "mla_up_proj", "moe_act"} & set(args.recompute_modules or ()))
     for wanted, flag, instead in (
         (args.context_parallel_size > 1, f"--context-parallel-size {args.context_parallel_size}", "use 1"),
         (args.moe_grouped_gemm, "--moe-grouped-gemm", "drop it, and each expert is a GEMM of its own"),
         (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "drop it"),
+        # Megatron's own norms are torch's: input and weight have one type, and the weight is not centred at zero.
+        (args.fp32_residual_connection and megatrons, "--fp32-residual-connection", "drop it"),
+        (args.layernorm_zero_centered_gamma and megatrons, "--apply-layernorm-1p", "drop it"),
         (bool(recomputed), f"--recompute-modules {' '.join(recomputed)}", "recompute others, such as mlp"),
         (megatrons_hybrid, "--hybrid-layer-pattern", "train a GPT model, or name layers of your own with --spec"),
     ):

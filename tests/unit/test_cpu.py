@@ -214,6 +214,8 @@ def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"context_parallel_size": 2}, "--context-parallel-size 2"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
         ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+        ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
         ({"recompute_modules": ["mlp", "layernorm"]}, "--recompute-modules layernorm"),
         ({"recompute_modules": ["mla_up_proj", "layernorm"]}, "--recompute-modules layernorm mla_up_proj"),
         ({"hybrid_layer_pattern": "ME*-"}, "--hybrid-layer-pattern"),
@@ -225,6 +227,8 @@ def test_what_needs_layers_of_transformer_engine_is_refused(settings: dict[str, 
         "context_parallel_size": 1,
         "moe_grouped_gemm": False,
         "use_precision_aware_optimizer": False,
+        "fp32_residual_connection": False,
+        "layernorm_zero_centered_gamma": False,
         "recompute_modules": None,
         "hybrid_layer_pattern": None,
         "spec": None,
@@ -232,7 +236,7 @@ def test_what_needs_layers_of_transformer_engine_is_refused(settings: dict[str, 
     cpu.check_layers(argparse.Namespace(**plain, transformer_impl="local"))
     cpu.check_layers(argparse.Namespace(**plain | {"recompute_modules": ["core_attn"]}, transformer_impl="local"))
     cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="transformer_engine"))
-    own_layers = {"hybrid_layer_pattern": "ME*-", "spec": ["my.layers", "stack"]}
+    own_layers = {"hybrid_layer_pattern": "ME*-", "layernorm_zero_centered_gamma": True, "spec": ["my.layers", "stack"]}
     cpu.check_layers(argparse.Namespace(**plain | own_layers, transformer_impl="local"))
     with pytest.raises(UnsupportedConfigurationError, match=f"^{flag} needs Transformer Engine's kernels, and with"):
         cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="local"))
