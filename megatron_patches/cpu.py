@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 
 from etp.config import TransportName
-from megatron_patches import gloo_threads, latent_projections
+from megatron_patches import gloo_threads, latent_projections, uneven_gathers
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
 
@@ -146,6 +146,7 @@ def records() -> tuple[PatchRecord, ...]:
         *_tensor_records(),
         *_megatron_records(),
         latent_projections.RECORD,
+        uneven_gathers.RECORD,
     )
 
 
@@ -395,7 +396,27 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             reason="it computes heads whose values are narrower than their keys, but does not take the widths",
             sha256="a03e05a45275648c",
         ),
+        *(
+            PatchRecord(
+                target=f"megatron.core.tensor_parallel.mappings:{name}",
+                replace=_reduce_over_several,
+                reason="of one rank it returns a view, to which experts that are not cut cannot add a bias in place",
+                sha256=sha256,
+            )
+            for name, sha256 in (
+                ("reduce_from_tensor_model_parallel_region", "7be87b901bc3a4ff"),
+                ("reduce_scatter_to_sequence_parallel_region", "d02d50d7fdbf2882"),
+            )
+        ),
     )
+
+
+def _reduce_over_several(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def replacement(input_: torch.Tensor, group: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ if group is not None and group.size() == 1 else original(input_, group, *args, **kwargs)
+
+    return replacement
 
 
 def _attention_with_widths(original: Callable[..., None]) -> Callable[..., None]:
@@ -465,13 +486,17 @@ def check_layers(args: argparse.Namespace) -> None:
     """
     if args.transformer_impl != "local":
         return
-    megatrons_hybrid = args.hybrid_layer_pattern is not None and (args.spec or ["megatron."])[0].startswith("megatron.")
+    megatrons = (args.spec or ["megatron."])[0].startswith("megatron.")
+    megatrons_hybrid = args.hybrid_layer_pattern is not None and megatrons
     # Megatron frees the outputs of these, and asks Transformer Engine first whether FP8 is on.
     recomputed = sorted({"gdn_norm_out", "layernorm", "mla_up_proj", "moe_act"} & set(args.recompute_modules or ()))
     for wanted, flag, instead in (
         (args.context_parallel_size > 1, f"--context-parallel-size {args.context_parallel_size}", "use 1"),
         (args.moe_grouped_gemm, "--moe-grouped-gemm", "drop it, and each expert is a GEMM of its own"),
         (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "drop it"),
+        # Megatron's own norms are torch's: input and weight have one type, and the weight is not centred at zero.
+        (args.fp32_residual_connection and megatrons, "--fp32-residual-connection", "drop it"),
+        (args.layernorm_zero_centered_gamma and megatrons, "--apply-layernorm-1p", "drop it"),
         (bool(recomputed), f"--recompute-modules {' '.join(recomputed)}", "recompute others, such as mlp"),
         (megatrons_hybrid, "--hybrid-layer-pattern", "train a GPT model, or name layers of your own with --spec"),
     ):

@@ -118,6 +118,8 @@ def _settings(part: _State, saved: list[_State], checkpoint: str) -> _State:
     steps = [step for other in same if (step := _torch_state(other).get("state", {}).get(_STEP)) is not None]
     if steps:
         inner["state"] = {_STEP: steps[0]}
+    elif "state" in _torch_state(part):  # which has no tensors, and so is not loaded, if there is nothing to step
+        inner["state"] = {}
     return {**values, _KEY: inner} if _KEY in part else {**values, **inner}
 
 

@@ -1,7 +1,8 @@
 """Fixes for bugs of megatron-core 0.19.2 with sharded weights, one file per bug.
 
 Every fix is inactive if no weight is sharded, so ``--etp-size 1`` is bitwise equal to stock Megatron, except that
-``--rope-scaling-factor`` has an effect, and the ``--yarn-`` flags have one with ``--multi-latent-attention``.
+``--rope-scaling-factor`` has an effect, the ``--yarn-`` flags have one with ``--multi-latent-attention``, and the
+backward pass of recomputed MLPs with biases ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_patches.fixes import (
     latent_yarn,
     muon,
     parameter_norm,
+    recomputed_biases,
     rotary_scaling,
     te_construction,
     zeros_in_gradients,
@@ -45,6 +47,7 @@ def records() -> tuple[PatchRecord, ...]:
         latent_yarn.RECORD,
         *muon.RECORDS,
         parameter_norm.RECORD,
+        *recomputed_biases.RECORDS,
         rotary_scaling.RECORD,
         te_construction.RECORD,
         *zeros_in_gradients.RECORDS,

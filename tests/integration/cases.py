@@ -200,6 +200,16 @@ CASES = (
         common=f"{ONE_MICROBATCH} --recompute-granularity selective --recompute-modules core_attn mlp",
         tolerance=0.0,
     ),
+    # The bias of a recomputed MLP is added outside of it.
+    Case(
+        "etp2_selective_recompute_biases_exact",
+        2,
+        "--etp-size 2",
+        model=GPT2,
+        common=f"{ONE_MICROBATCH} --recompute-granularity selective --recompute-modules mlp",
+        tolerance=0.0,
+        exact_in_bf16=False,
+    ),
     Case("etp2_no_prefetch_exact", 2, "--etp-size 2 --etp-prefetch-depth 0", common=ONE_MICROBATCH, tolerance=0.0),
     Case("etp2_resident_exact", 2, "--etp-size 2 --etp-resident-bytes 1000000", common=ONE_MICROBATCH, tolerance=0.0),
     # Equal rows divide by 2 without padding, except those of the vocabulary's 250.
@@ -335,6 +345,15 @@ CASES = (
         cpu_only="the layers are those of a machine without Mamba's kernels and Transformer Engine",
         variant=True,
     ),
+    # Experts are cut as attention is, and tensor-parallel ranks have different numbers of tokens for them.
+    Case(
+        "moe_ep2_tp2_etp2_capacity",
+        4,
+        "--etp-size 2",
+        common=f"{MOE} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--moe-expert-capacity-factor 1",
+        cpu_only="NCCL gathers parts of any size",
+    ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case(
         "moe_etp4_expert_etp2",
@@ -432,6 +451,24 @@ CASES = (
     ),
     # Experts on two ranks, each whole on both without shards.
     Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE, variant=True),
+    # Without expert parallelism, a layer adds the bias of an expert in place. Where attention is cut, experts are not.
+    Case(
+        "moe_tp2_etp2_expert_etp2_biases",
+        4,
+        "--etp-size 2 --expert-etp-size 2",
+        model=GPT2,
+        common=f"{MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+        cpu_only="Megatron's own layers add it in place",
+        variant=True,
+    ),
+    Case(
+        "moe_etp2_expert_etp2_biases",
+        2,
+        "--etp-size 2 --expert-etp-size 2",
+        model=GPT2,
+        common=MOE,
+        cpu_only="Megatron's own layers add it in place",
+    ),
     Case(
         "moe_etp2_expert_etp2_recomputed",
         2,

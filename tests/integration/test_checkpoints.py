@@ -284,6 +284,19 @@ def test_experts_on_one_stage_alone_are_loaded(
         assert loaded.losses == pytest.approx(saved.losses[SAVED_STEP:], rel=tolerance, abs=0.0), flags
 
 
+@pytest.mark.parametrize("dtype", ["", "--bf16"])
+def test_experts_on_one_stage_alone_get_an_optimizer_of_their_own(
+    megatron: MegatronPool, tmp_path: Path, dtype: str
+) -> None:
+    """SGD has no steps, so the optimizer of experts has nothing to load on a stage without experts."""
+    model = f"{MOE} --moe-layer-freq [0]*2+[1]*2 {dtype} --optimizer sgd {PP2}"
+    saved = _save(megatron, tmp_path, model)
+    sharded = f"--etp-size 2 --expert-etp-size 2 {PAD}"
+    loaded = _run(megatron, model, sharded, f"--load {tmp_path} --ckpt-step {SAVED_STEP}")
+    tolerance = BF16_TOLERANCE if dtype or on_gpus() else FP32_TOLERANCE
+    assert loaded.losses == pytest.approx(saved.losses[SAVED_STEP:], rel=tolerance, abs=0.0)
+
+
 @pytest.mark.cpu_only("GPUs have another Adam")
 @pytest.mark.parametrize("dtype", ["", "--bf16"])
 def test_without_shards_megatrons_default_layout_is_loaded(megatron: MegatronPool, tmp_path: Path, dtype: str) -> None:

@@ -71,6 +71,30 @@ def test_experts_keep_the_step_of_transformer_engine_if_the_first_stage_has_none
         assert (dense["is_expert_parallel"], experts["is_expert_parallel"]) == (False, True)
 
 
+def loaded_states(rank: int, world_size: int) -> list[Any]:
+    """The states of SGD's two optimizers, of which one has nothing to step, from a checkpoint of one."""
+    del rank, world_size
+    from megatron.core.dist_checkpointing import serialization
+
+    from megatron_patches.checkpoint.optimizer_groups import wrap_load_of_optimizers
+
+    saved = {"state": {}, "param_groups": [part(None)["param_groups"][0], part(None, experts=True)["param_groups"][0]]}
+    requested = {0: {**part(None), "state": {0: {"momentum_buffer": "tensor"}}}, 1: part(None, experts=True)}
+
+    def load(state: dict[str, Any], _: str) -> dict[str, Any]:
+        """As Megatron's, which leaves out what is empty."""
+        return {key: {0: {"state": parts[0]["state"]}} for key, parts in state.items()}
+
+    with mock.patch.object(serialization, "load_common_state_dict", return_value={"optimizer": saved}):
+        answer = wrap_load_of_optimizers(load)({"optimizer": requested}, "folder")["optimizer"]
+    return [answer[number]["state"] for number in sorted(answer)]
+
+
+def test_an_optimizer_with_nothing_to_step_has_a_state() -> None:
+    """Without a step, as of SGD, nothing else would bring one, which Megatron's optimizers read."""
+    assert run_distributed(loaded_states, 1, backend=None) == [[{0: {"momentum_buffer": "tensor"}}, {}]]
+
+
 def requested_momentum(rank: int, world_size: int, momentum: float) -> list[str]:
     """The tensors that a load into SGD asks for."""
     del rank, world_size

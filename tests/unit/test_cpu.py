@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -95,6 +96,21 @@ def test_norms_are_marked_for_sequence_parallelism() -> None:
     assert config.sequence_parallel
     plain = build(object, argparse.Namespace(sequence_parallel=False))
     assert [getattr(parameter, "sequence_parallel", False) for parameter in plain.parameters()] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "name", ["reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"]
+)
+def test_what_one_rank_computed_is_not_reduced(name: str) -> None:
+    def negated(tensor: torch.Tensor, _group: object, *, use_global_buffer: bool = False) -> torch.Tensor:
+        return -tensor - int(use_global_buffer)
+
+    reduce = RECORDS[f"megatron.core.tensor_parallel.mappings:{name}"].replace(negated)
+    tensor = torch.randn(2)
+    one, two = (types.SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
+    assert reduce(tensor, group=one) is tensor
+    assert torch.equal(reduce(tensor, group=two), -tensor)
+    assert torch.equal(reduce(tensor, use_global_buffer=True), -tensor - 1)
 
 
 @pytest.fixture
@@ -198,6 +214,8 @@ def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"context_parallel_size": 2}, "--context-parallel-size 2"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
         ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+        ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
         ({"recompute_modules": ["mlp", "layernorm"]}, "--recompute-modules layernorm"),
         ({"recompute_modules": ["mla_up_proj", "layernorm"]}, "--recompute-modules layernorm mla_up_proj"),
         ({"hybrid_layer_pattern": "ME*-"}, "--hybrid-layer-pattern"),
@@ -209,6 +227,8 @@ def test_what_needs_layers_of_transformer_engine_is_refused(settings: dict[str, 
         "context_parallel_size": 1,
         "moe_grouped_gemm": False,
         "use_precision_aware_optimizer": False,
+        "fp32_residual_connection": False,
+        "layernorm_zero_centered_gamma": False,
         "recompute_modules": None,
         "hybrid_layer_pattern": None,
         "spec": None,
@@ -216,7 +236,7 @@ def test_what_needs_layers_of_transformer_engine_is_refused(settings: dict[str, 
     cpu.check_layers(argparse.Namespace(**plain, transformer_impl="local"))
     cpu.check_layers(argparse.Namespace(**plain | {"recompute_modules": ["core_attn"]}, transformer_impl="local"))
     cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="transformer_engine"))
-    own_layers = {"hybrid_layer_pattern": "ME*-", "spec": ["my.layers", "stack"]}
+    own_layers = {"hybrid_layer_pattern": "ME*-", "layernorm_zero_centered_gamma": True, "spec": ["my.layers", "stack"]}
     cpu.check_layers(argparse.Namespace(**plain | own_layers, transformer_impl="local"))
     with pytest.raises(UnsupportedConfigurationError, match=f"^{flag} needs Transformer Engine's kernels, and with"):
         cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="local"))

@@ -28,9 +28,11 @@ from megatron_patches.fixes import (
     graph_scopes,
     latent_yarn,
     muon,
+    recomputed_biases,
     rotary_scaling,
     te_construction,
 )
+from megatron_patches.registry import PatchRecord
 from megatron_patches.sharded_weight import MegatronShardedParam
 from tests.support.fake_group import fake_group
 
@@ -401,6 +403,52 @@ class TestFusedAccumulation:
             fused_accumulation.RECORD.replace(init)(object(), config=config)
         assert seen == [True]
         assert not layers._grad_accum_fusion_available
+
+
+class TestRecomputedBiases:
+    @pytest.mark.parametrize("record", recomputed_biases.RECORDS)
+    def test_a_recomputed_layer_may_return_a_parameter(self, record: PatchRecord) -> None:
+        torch.manual_seed(5)
+        weight, bias = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((3, 3), (3,)))
+        inputs = torch.randn(4, 3, requires_grad=True)
+        times = 0
+
+        def layer(x: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, torch.nn.Parameter, None]:
+            nonlocal times
+            times += 1
+            if times > 2:
+                raise RecursionError("the backward pass computes the layer without end")
+            return (x @ weight).tanh() * scale, bias, None
+
+        def gradients(output: torch.Tensor, added: torch.Tensor) -> list[torch.Tensor | None]:
+            (output + added).square().sum().backward()
+            found = [tensor.grad for tensor in (inputs, weight, bias)]
+            inputs.grad = weight.grad = bias.grad = None
+            return found
+
+        expected = gradients(*layer(inputs, scale=3.0)[:2])
+        times = 0
+        checkpoint = record.replace(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True))
+        output, added, nothing = checkpoint(functools.partial(layer, scale=3.0), inputs)
+        assert nothing is None
+        assert bias.is_leaf
+        found = gradients(output, added)
+        assert times == 2
+        assert all(map(torch.equal, found, expected))
+
+    @pytest.mark.parametrize("record", recomputed_biases.RECORDS)
+    def test_other_outputs_and_arguments_stay(self, record: PatchRecord) -> None:
+        given: list[object] = []
+
+        def checkpoint(function: Any, *args: object, **kwargs: object) -> object:
+            given.append((args, kwargs))
+            return function(*args, **kwargs)
+
+        tensor = torch.randn(2)
+        replacement = record.replace(checkpoint)
+        assert replacement(lambda x, **_: x, tensor, more=1) is tensor
+        assert replacement(lambda x: (x, 7), tensor) == (tensor, 7)
+        assert given == [((tensor,), {"more": 1}), ((tensor,), {})]
 
 
 class TestTransformerEngineConstruction:
