@@ -361,8 +361,8 @@ GRAPH_REFUSALS = (
     Refusal(
         "--cuda-graph-impl transformer_engine",
         lambda args: args.cuda_graph_impl == "transformer_engine",
-        "use --cuda-graph-impl full_iteration or local: megatron-core joins the communication of sharded weights to the "
-        "graphs of these two alone",
+        "use --cuda-graph-impl full_iteration or local: megatron-core joins the communication of sharded weights to "
+        "the graphs of these two alone",
     ),
     Refusal(
         "--cuda-graph-impl full_iteration and stages that wait for each other",
