@@ -1,8 +1,8 @@
 """Fixes for bugs of megatron-core 0.19.2 with sharded weights, one file per bug.
 
 Every fix is inactive if no weight is sharded, so ``--etp-size 1`` is bitwise equal to stock Megatron, except that
-``--rope-scaling-factor`` has an effect, the ``--yarn-`` flags have one with ``--multi-latent-attention``, and the
-backward pass of recomputed MLPs with biases ends.
+``--rope-scaling-factor`` has an effect, the ``--yarn-`` flags have one with ``--multi-latent-attention``, the backward
+pass of recomputed MLPs with biases ends, and gradients of experts' biases are right with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from megatron_patches.fixes import (
     dataset_build,
     embeddings,
     evaluation,
+    expert_biases,
     expert_gradients,
     expert_groups,
     frozen,
@@ -35,6 +36,7 @@ def records() -> tuple[PatchRecord, ...]:
     return (
         dataloader_state.RECORD,
         dataset_build.RECORD,
+        expert_biases.RECORD,
         expert_groups.RECORD,
         expert_gradients.RECORD,
         evaluation.RECORD,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,22 @@ def test_evaluation_alone(megatron: MegatronPool) -> None:
         assert not found.grad_norms
         assert len(expected.evaluations) == 2
         _check("evaluation", found.evaluations, expected.evaluations, case.loss_tolerance)
+
+
+@pytest.mark.cpu_only("Megatron's own layers mark the biases")
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", "--expert-model-parallel-size 2"])
+def test_experts_with_biases_train_alike_where_attention_is_cut(
+    megatron: MegatronPool, tmp_path: Path, flags: str
+) -> None:
+    (case,) = [case for case in CASES if case.name == "moe_etp2_expert_etp2_biases"]
+    model = [*case.stock_arguments, "--vocab-size", "252", *flags.split()]  # padded to 252 whether cut or not
+    # With another cut, ranks would draw other initial weights.
+    megatron.train(2, [*model, "--save", str(tmp_path), "--save-interval", "20", "--no-save-optim"])
+    model += ["--load", str(tmp_path), "--finetune", "--no-load-optim"]
+    cut = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"]
+    expected, found = (megatron.train(2, arguments)[-1] for arguments in (model, [*model, *cut]))
+    _check("loss", found.losses, expected.losses, case.loss_tolerance)
+    _check("gradient norm", found.grad_norms, expected.grad_norms, case.norm_tolerance)
 
 
 def _check_lengths(trajectory: Trajectory) -> None:

@@ -21,6 +21,7 @@ from megatron_patches.fixes import (
     dataset_build,
     embeddings,
     evaluation,
+    expert_biases,
     expert_gradients,
     expert_groups,
     frozen,
@@ -150,6 +151,19 @@ class TestExpertGradients:
         (expert,), (dense,) = wrapped.expert_parallel_buffers, wrapped.buffers
         assert expert.gradient_scaling_factor == expert.buckets[0].gradient_scaling_factor == expected
         assert dense.gradient_scaling_factor == dense.buckets[0].gradient_scaling_factor == 0.5
+
+
+class TestExpertBiases:
+    def test_no_gradient_of_an_expert_is_added_up_over_tensor_parallel_ranks(self) -> None:
+        def init(self: Any, experts: int) -> None:
+            torch.nn.Module.__init__(self)
+            self.local_experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(experts))
+            for expert in self.local_experts:
+                expert.bias.sequence_parallel = True
+
+        layer = torch.nn.Module()
+        expert_biases.RECORD.replace(init)(layer, 2)
+        assert not any(getattr(parameter, "sequence_parallel", False) for parameter in layer.parameters())
 
 
 class TestExpertGroups:
