@@ -105,7 +105,7 @@ def wrap_load_optimizer_state(original: Callable[..., None]) -> Callable[..., No
     The original gives all states of torch's Adam the same step tensor, which every parameter then increments. The first
     step after a load counts as many steps as there are parameters, and the bias correction is wrong from then on.
     It also asks for the step of an optimizer that has no parameters on this rank, which has none (on CPUs, see
-    ``megatron_patches/cpu.py``): any number will do.
+    ``megatron_patches/cpu/megatron_code.py``): any number will do.
     """
 
     @functools.wraps(original)

@@ -75,10 +75,10 @@ def _let_layers_believe_in_a_gpu(shim: Any) -> None:
 
 def _patch_megatron() -> None:
     import megatron_patches
-    from megatron_patches import cpu
+    from megatron_patches.cpu import arguments
 
-    required = {name: value for name, value in cpu.required_arguments().items() if name not in _AS_ON_GPUS}
-    mock.patch.object(cpu, "required_arguments", return_value=required).start()
+    required = {name: value for name, value in arguments.required_arguments().items() if name not in _AS_ON_GPUS}
+    mock.patch.object(arguments, "required_arguments", return_value=required).start()
     megatron_patches.apply()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.gpt import gpt_layer_specs

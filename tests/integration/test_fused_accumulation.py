@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import megatron_patches
-from megatron_patches import cpu
+from megatron_patches.cpu import arguments as cpu_arguments
 from tests.integration.cases import GPT2, LLAMA, ONE_MICROBATCH, SCHEDULE
 from tests.integration.megatron_run import MegatronPool, Trajectory, train
 
@@ -26,7 +26,7 @@ def train_fused(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple
     from megatron.training import training
 
     megatron_patches.apply()
-    required = {name: value for name, value in cpu.required_arguments().items() if "accumulation" not in name}
+    required = {name: value for name, value in cpu_arguments.required_arguments().items() if "accumulation" not in name}
     train_step = training.train_step
     seen: set[bool] = set()
 
@@ -36,7 +36,7 @@ def train_fused(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple
         return train_step(forward_step, data, model, *args, **kwargs)
 
     with (
-        mock.patch.object(cpu, "required_arguments", return_value=required),
+        mock.patch.object(cpu_arguments, "required_arguments", return_value=required),
         mock.patch.object(training, "train_step", noting_step),
     ):
         return train(rank, world_size, arguments), seen

@@ -17,6 +17,7 @@ import torch
 
 from megatron_patches import cpu
 from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.cpu import arguments, torch_cuda
 from megatron_patches.registry import PatchRecord
 
 RECORDS = {record.target: record for record in cpu.records()}
@@ -33,18 +34,18 @@ def test_every_record_says_why() -> None:
 
 
 def test_streams_and_events_are_always_done() -> None:
-    stream, event = cpu.CpuStream(priority=-1), cpu.CpuEvent(enable_timing=True)
+    stream, event = torch_cuda.CpuStream(priority=-1), torch_cuda.CpuEvent(enable_timing=True)
     with stream as entered:
         assert entered is stream
     assert stream.record_event(event) is event
-    assert isinstance(stream.record_event(), cpu.CpuEvent)
+    assert isinstance(stream.record_event(), torch_cuda.CpuEvent)
     stream.wait_event(event)
     stream.wait_stream(stream)
     event.record(stream)
     event.wait(stream)
     assert stream.query()
     assert event.query()
-    assert event.elapsed_time(cpu.CpuEvent()) == 0.0
+    assert event.elapsed_time(torch_cuda.CpuEvent()) == 0.0
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
@@ -116,7 +117,7 @@ def test_what_one_rank_computed_is_not_reduced(name: str) -> None:
 @pytest.fixture
 def required(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     values: dict[str, object] = {"distributed_backend": "gloo", "num_workers": 0}
-    monkeypatch.setattr(cpu, "required_arguments", lambda: values)
+    monkeypatch.setattr(arguments, "required_arguments", lambda: values)
     return values
 
 

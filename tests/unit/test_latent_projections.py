@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_patches.latent_projections import DuplicatedLinear
+from megatron_patches.cpu.latent_projections import DuplicatedLinear
 
 
 def projection(*, bias: bool = False, init: Any = torch.nn.init.normal_, **settings: Any) -> DuplicatedLinear:
