@@ -55,6 +55,13 @@ def online(linear: str, moe: str = "") -> OnlineQuantizationConfig:
     return OnlineQuantizationConfig(QuantizationConfigArgs(linear=linear, moe=moe or linear))
 
 
+def model_config() -> SimpleNamespace:
+    """What refusals read of a model's configuration."""
+    return SimpleNamespace(
+        word_embeddings_untied_by_checkpoint=False, hf_config=SimpleNamespace(), enable_sleep_mode=False
+    )
+
+
 def test_an_engine_without_options_is_taken() -> None:
     check_options(VllmConfig())
 
@@ -182,7 +189,7 @@ def test_a_connector_that_can_be_emptied_or_keeps_nothing_is_taken(connector: st
 @pytest.mark.skipif(VLLM == "0.26.0", reason="vLLM 0.26.0 does not do it")
 def test_word_embeddings_that_vllm_may_tie_by_itself_are_refused() -> None:
     config = VllmConfig()
-    config.model_config = SimpleNamespace(word_embeddings_untied_by_checkpoint=False)
+    config.model_config = model_config()
     check_options(config)
     config.model_config.word_embeddings_untied_by_checkpoint = True
     with pytest.raises(UnsupportedEngineError, match="set tie_word_embeddings to false there, or remove the lm_head"):
@@ -192,14 +199,26 @@ def test_word_embeddings_that_vllm_may_tie_by_itself_are_refused() -> None:
 @pytest.mark.skipif(VLLM in ("0.26.0", "0.32.0"), reason=f"vLLM {VLLM} has no constant experts")
 def test_constant_experts_are_refused() -> None:
     config = VllmConfig()
-    model_config = SimpleNamespace(word_embeddings_untied_by_checkpoint=False, hf_config=SimpleNamespace())
-    config.model_config = model_config
+    config.model_config = model_config()
     check_options(config)
-    model_config.hf_config.approximate_experts = {"1": []}
+    config.model_config.hf_config.approximate_experts = {"1": []}
     check_options(config)
-    model_config.hf_config.approximate_experts = {"1": [0, 5]}
+    config.model_config.hf_config.approximate_experts = {"1": [0, 5]}
     with pytest.raises(UnsupportedEngineError, match=r"some of its experts are constants .*approximate_experts"):
         check_options(config)
+
+
+@pytest.mark.skipif(VLLM in ("0.26.0", "0.32.0"), reason=f"vLLM {VLLM} has one way to sleep")
+def test_other_ways_to_sleep_are_refused() -> None:
+    config = VllmConfig()
+    config.model_config = model_config()
+    config.model_config.sleep_mode_backend = "snapshot"
+    check_options(config)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(UnsupportedEngineError, match=r"whether they are asleep \(--sleep-mode-backend snapshot"):
+        check_options(config)
+    config.model_config.sleep_mode_backend = "cumem"
+    check_options(config)
 
 
 @pytest.mark.skipif(VLLM == "0.26.0", reason="it has no attribute for this")
