@@ -43,35 +43,37 @@ def _without_parameters(distributed_optimizer: Any) -> dict[str, Any]:
     return {"optimizer": {"param_groups": settings}, **({"grad_scaler": scaler.state_dict()} if scaler else {})}
 
 
+def _as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    return replacement
+
+
+def _with_random_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=()):
+            return original(*args, **kwargs)
+
+    return replacement
+
+
+def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(self: Any) -> Any:
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            return _without_parameters(self)
+        if not self.optimizer.state:
+            _start_adam(self)
+        return original(self)
+
+    return replacement
+
+
 def records() -> tuple[PatchRecord, ...]:
     """Every replacement."""
-
-    def as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
-            return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-        return replacement
-
-    def with_random_state(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            with torch.random.fork_rng(devices=()):
-                return original(*args, **kwargs)
-
-        return replacement
-
-    def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(self: Any) -> Any:
-            if not any(group["params"] for group in self.optimizer.param_groups):
-                return _without_parameters(self)
-            if not self.optimizer.state:
-                _start_adam(self)
-            return original(self)
-
-        return replacement
-
     return (
         PatchRecord(
             target="megatron.training.initialize:initialize_megatron",
@@ -81,13 +83,13 @@ def records() -> tuple[PatchRecord, ...]:
         ),
         PatchRecord(
             target="megatron.training.training:build_train_valid_test_data_iterators",
-            replace=with_random_state,
+            replace=_with_random_state,
             reason="data loaders draw seeds from the CPU's random state, which a resumed run has just loaded",
             sha256="8cdf53b117538b27",
         ),
         PatchRecord(
             target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-            replace=as_numpy_on_cpu,
+            replace=_as_numpy_on_cpu,
             reason="it converts to numpy only what it has moved from a GPU",
             sha256="c2e4d07c3813ade9",
         ),
@@ -105,7 +107,7 @@ def records() -> tuple[PatchRecord, ...]:
         ),
         PatchRecord(
             target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-            replace=with_adam_state,
+            replace=_with_adam_state,
             reason="without TE and apex it reads the step from Adam's state, which is empty before the first step, and "
             "always if this rank has none of the parameters, such as experts on other pipeline stages",
             sha256="0f707320dc52f77a",

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,18 +31,28 @@ pytestmark = [
 ]
 
 
-def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_is_ended(tmp_path: Path) -> None:
+def exported(tmp_path: Path) -> dict[int, str]:
+    """Folders with two checkpoints of one model, by the seed of their weights."""
     folders = {seed: str(tmp_path / f"model_{seed}") for seed in (1, 2)}
     run_megatron(export_all_body, 1, args=(Case(TrainerMesh(), (), QWEN3), folders), timeout_s=180)
-    (place := tmp_path / "fresh").mkdir()
-    with VllmHost(Path(folders[2]), place, tensor_parallel_size=2) as host:
-        fresh = host.connect().parameters()
+    return folders
+
+
+def fresh_parameters(folder: str, place: Path) -> Any:
+    """What an engine of two workers has that has started from a checkpoint."""
+    place.mkdir()
+    with VllmHost(Path(folder), place, tensor_parallel_size=2) as host:
+        return host.connect().parameters()
+
+
+def told(program: Sequence[str], folders: Iterable[str], place: Path) -> tuple[Any, str]:
+    """What a trainer prints at last that pushes checkpoints into a server of two workers, and the server's log."""
+    place.mkdir()
     extension = "tests.support.vllm_votes.SabotagedWorker"
-    (place := tmp_path / "server").mkdir()
     arguments = ("--tensor-parallel-size", "2", "--worker-extension-cls", extension)
     with vllm_server(QWEN3, place, *arguments, spawned=True) as server:  # as it is for users
         done = subprocess.run(
-            [engine_python(), "-m", "tests.integration.contract_training", server.url, "2", *folders.values()],
+            [engine_python(), *program, server.url, "2", *folders],
             check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
@@ -49,7 +61,13 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
         )
         said = server.log()
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:] + said[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), said
+
+
+def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_is_ended(tmp_path: Path) -> None:
+    folders = exported(tmp_path)
+    fresh = fresh_parameters(folders[2], tmp_path / "fresh")
+    found, said = told(("-m", "tests.integration.contract_training"), folders.values(), tmp_path / "server")
     labels, held = zip(*found["states"], strict=True)
     assert [label["weight_version"] for label in labels] == ["default", "default", "1", "1", "3"]
     random, survived, sent, voted_down, last = held
@@ -74,29 +92,11 @@ def test_what_is_voted_down_is_not_labelled_and_what_a_dead_trainer_leaves_open_
 @pytest.mark.skipif(engine_release() in ("0.26.0", "0.32.0"), reason="its sources do not tell which rank holds what")
 def test_each_rank_sends_what_it_holds_and_all_learn_what_fails_on_one(tmp_path: Path) -> None:
     """Three ranks, of which FSDP2 gives each another part."""
-    folders = {seed: str(tmp_path / f"model_{seed}") for seed in (1, 2)}
-    run_megatron(export_all_body, 1, args=(Case(TrainerMesh(), (), QWEN3), folders), timeout_s=180)
-    fresh = {}
-    for seed, folder in folders.items():
-        (place := tmp_path / f"fresh_{seed}").mkdir()
-        with VllmHost(Path(folder), place, tensor_parallel_size=2) as host:
-            fresh[seed] = host.connect().parameters()
-    (place := tmp_path / "server").mkdir()
-    extension = "tests.support.vllm_votes.SabotagedWorker"
-    arguments = ("--tensor-parallel-size", "2", "--worker-extension-cls", extension)
-    with vllm_server(QWEN3, place, *arguments, spawned=True) as server:
-        ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "tests.integration.contract_ranks")
-        done = subprocess.run(
-            [engine_python(), *ranks, server.url, "2", *folders.values()],
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        said = server.log()
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:] + said[-4000:]
-    labels, held, reasons = zip(*json.loads(done.stdout.splitlines()[-1]), strict=True)
+    folders = exported(tmp_path)
+    fresh = {seed: fresh_parameters(folder, tmp_path / f"fresh_{seed}") for seed, folder in folders.items()}
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "tests.integration.contract_ranks")
+    found, _ = told(ranks, folders.values(), tmp_path / "server")
+    labels, held, reasons = zip(*found, strict=True)
     assert labels == ("1", "1", "1", "4")
     assert held == (fresh[1], fresh[1], fresh[1], fresh[2])
     assert fresh[1] != fresh[2]
